@@ -1,0 +1,35 @@
+MAKEFLAGS += --no-print-directory
+PYTEST := .venv/bin/python -m pytest
+
+.PHONY: help setup lint type test test-unit demo clean
+.DEFAULT_GOAL := help
+
+help: ## print this list
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+
+setup: ## make .venv and all it needs; the other targets do this themselves
+	@bash scripts/setup.sh
+
+lint: setup ## check style, formatting, sizes, imports and types
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/python scripts/check_size.py
+	.venv/bin/lint-imports
+	.venv/bin/pyright
+
+type: setup ## check types only
+	.venv/bin/pyright
+
+test: setup test-unit ## run all tests: unit, then distributed, then real vLLM servers
+	$(PYTEST) -m "distributed and not e2e"
+	$(PYTEST) -m e2e --timeout=900
+
+test-unit: setup ## run the tests that start no other process
+	$(PYTEST) -m "not distributed and not e2e"
+
+demo: setup ## run real vLLM servers with KVPP and check their tokens
+	@.venv/bin/kvpp demo
+
+clean: ## remove caches, generated models and logs (not .venv)
+	rm -rf .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build *.egg-info
+	find kvpp_connect tests scripts -name __pycache__ -prune -exec rm -rf {} +

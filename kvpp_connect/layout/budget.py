@@ -1,0 +1,97 @@
+"""Bytes to blocks: how many blocks fit, and what vLLM's planner has to be told.
+
+vLLM's planner divides the memory that a worker reports by its own bytes per block. A KVPP worker
+therefore reports a *logical* budget, the number of blocks that really fit times the planner's
+bytes per block, and allocates the placement of the block count that the planner returns.
+"""
+
+from dataclasses import dataclass
+
+from kvpp_connect.errors import LayoutError
+from kvpp_connect.layout.placement import NUM_SCRATCH_SLOTS, GroupLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankBudget:
+    """What one rank can hold.
+
+    ``num_blocks`` fit into ``memory_bytes``; ``logical_bytes`` is what the planner is told;
+    ``plain_blocks`` is what the same memory holds without KVPP.
+    """
+
+    memory_bytes: int
+    num_blocks: int
+    plain_blocks: int
+    logical_bytes: int
+
+    @property
+    def capacity_ratio(self) -> float:
+        """Blocks with KVPP over blocks without."""
+        return self.num_blocks / self.plain_blocks if self.plain_blocks else 0.0
+
+
+def fitting_blocks(layout: GroupLayout, rank: int, memory_bytes: int) -> int:
+    """Largest block count whose allocation on ``rank`` fits into ``memory_bytes``.
+
+    Bisection, because alignment makes the size of an allocation a step function of the blocks;
+    without alignment it is ``memory // (owned + drafts + 2 x largest target bundle)``.
+    """
+    page_bytes = layout.rank_bytes(rank, 1)
+    if page_bytes == 0:
+        raise LayoutError(f"rank {rank} has no cache to allocate: the stage holds no layer")
+    # Alignment only ever adds, so the unaligned quotient bounds the answer from above.
+    unaligned = sum(
+        b.page_bytes
+        for b, owner in zip(layout.stage.targets, layout.owners, strict=True)
+        if owner == rank
+    )
+    unaligned += sum(c.page_bytes for c in layout.stage.drafts)
+    unaligned += NUM_SCRATCH_SLOTS * layout.stage.largest_target_bytes
+    low, high = 0, memory_bytes // unaligned
+    while low < high:
+        middle = (low + high + 1) // 2
+        if layout.rank_bytes(rank, middle) <= memory_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def plan_budget(
+    layout: GroupLayout, rank: int, memory_bytes: int, planner_block_bytes: int
+) -> RankBudget:
+    """Turn a rank's KV memory into the logical budget for vLLM's planner.
+
+    Args:
+        memory_bytes: memory for KV caches on this rank.
+        planner_block_bytes: bytes by which the planner divides the budget; with several cache
+            groups this is not the sum of the page sizes.
+
+    Raises:
+        LayoutError: not a single block fits.
+    """
+    num_blocks = fitting_blocks(layout, rank, memory_bytes)
+    if num_blocks < 1:
+        raise LayoutError(
+            f"KVPP: not one block fits on rank {rank}: {memory_bytes} bytes of KV memory, "
+            f"{layout.rank_bytes(rank, 1)} bytes needed; give the KV cache more memory "
+            "(--kv-cache-memory-bytes or --gpu-memory-utilization)"
+        )
+    return RankBudget(
+        memory_bytes=memory_bytes,
+        num_blocks=num_blocks,
+        plain_blocks=memory_bytes // layout.stage.plain_page_bytes,
+        logical_bytes=num_blocks * planner_block_bytes,
+    )
+
+
+def full_capacity_ratio(num_layers: int, group_size: int) -> float:
+    """Capacity of ``full`` mode over plain for equal layers: ``L / (ceil(L/K) + 2)``.
+
+    The two is the scratch of :mod:`kvpp_connect.layout.placement`: two whole layers per rank.
+
+    Example:
+        >>> round(full_capacity_ratio(78, 8), 2)
+        6.5
+    """
+    return num_layers / (-(-num_layers // group_size) + NUM_SCRATCH_SLOTS)

@@ -1,0 +1,193 @@
+"""Where every cache of a stage lies in one rank's backing allocation.
+
+One rank's allocation, in this order: the bundles that it owns, the drafts, scratch slot 0,
+scratch slot 1. A bundle has the same inner arrangement in its owner's persistent range and in a
+scratch slot, so that one contiguous copy moves it.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from kvpp_connect.errors import LayoutError
+from kvpp_connect.layout.model import CacheComponent, LayerBundle, StageLayers
+from kvpp_connect.layout.ownership import assign_owners
+
+NUM_SCRATCH_SLOTS = 2
+
+
+def align_up(value: int, alignment: int) -> int:
+    """Round up to a multiple of ``alignment``."""
+    return -(-value // alignment) * alignment
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupLayout:
+    """The plan of one KVPP group: the same object on every rank, whatever its memory.
+
+    ``owners[i]`` is the rank in the group that owns ``stage.targets[i]``.
+    ``alignment_bytes`` applies to the base of every component.
+    """
+
+    stage: StageLayers
+    group_size: int
+    owners: tuple[int, ...]
+    alignment_bytes: int = 1
+
+    def __post_init__(self) -> None:
+        if len(self.owners) != len(self.stage.targets):
+            raise LayoutError(
+                f"{len(self.owners)} owners for {len(self.stage.targets)} target layers"
+            )
+        strangers = [owner for owner in self.owners if not 0 <= owner < self.group_size]
+        if strangers:
+            raise LayoutError(f"owners {strangers} are outside a group of {self.group_size} ranks")
+
+    def slot(self, ordinal: int) -> int:
+        """Scratch slot of the ``ordinal``-th target bundle of the stage."""
+        return ordinal % NUM_SCRATCH_SLOTS
+
+    def bundle_bytes(self, bundle: LayerBundle, num_blocks: int) -> int:
+        """Bytes of a whole bundle of ``num_blocks`` blocks, alignment included."""
+        return sum(self.component_bytes(c, num_blocks) for c in bundle.components)
+
+    def component_bytes(self, component: CacheComponent, num_blocks: int) -> int:
+        """Bytes of a component of ``num_blocks`` blocks, alignment included."""
+        return align_up(component.page_bytes * num_blocks, self.alignment_bytes)
+
+    def rank_bytes(self, rank: int, num_blocks: int) -> int:
+        """Bytes of ``rank``'s whole allocation; the budget and the placement both use this."""
+        return self.persistent_bytes(rank, num_blocks) + NUM_SCRATCH_SLOTS * self.slot_bytes(
+            num_blocks
+        )
+
+    def persistent_bytes(self, rank: int, num_blocks: int) -> int:
+        """Bytes of the bundles that ``rank`` owns and of the drafts."""
+        owned = sum(
+            self.bundle_bytes(bundle, num_blocks)
+            for bundle, owner in zip(self.stage.targets, self.owners, strict=True)
+            if owner == rank
+        )
+        drafts = sum(self.component_bytes(c, num_blocks) for c in self.stage.drafts)
+        return owned + drafts
+
+    def slot_bytes(self, num_blocks: int) -> int:
+        """Bytes of one scratch slot: the largest target bundle, 0 without target layers."""
+        return max((self.bundle_bytes(b, num_blocks) for b in self.stage.targets), default=0)
+
+
+def plan_group(stage: StageLayers, group_size: int, alignment_bytes: int = 1) -> GroupLayout:
+    """Plan the ownership of a stage's target layers over a KVPP group."""
+    owners = assign_owners([bundle.page_bytes for bundle in stage.targets], group_size)
+    return GroupLayout(
+        stage=stage, group_size=group_size, owners=owners, alignment_bytes=alignment_bytes
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComponentPlace:
+    """Where one component lies: ``offset`` and ``size`` in bytes of the rank's allocation.
+
+    ``persistent`` is false for a scratch slot, whose bytes belong to another layer most of the
+    time: nothing but the running forward may read them.
+    """
+
+    component: CacheComponent
+    offset: int
+    size: int
+    persistent: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BundlePlace:
+    """Where one target bundle lies on this rank, as one contiguous range of bytes."""
+
+    ordinal: int
+    owner: int
+    slot: int
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankPlacement:
+    """The allocation of one rank of the group for a given number of blocks."""
+
+    layout: GroupLayout
+    rank: int
+    num_blocks: int
+    total_bytes: int
+    bundles: tuple[BundlePlace, ...]
+    components: tuple[ComponentPlace, ...]
+
+    @cached_property
+    def by_layer_name(self) -> dict[str, ComponentPlace]:
+        """Component places by vLLM layer name."""
+        return {place.component.layer_name: place for place in self.components}
+
+    @cached_property
+    def persistent_layers(self) -> frozenset[str]:
+        """Names of the layers whose cache this rank really holds."""
+        return frozenset(p.component.layer_name for p in self.components if p.persistent)
+
+
+def place_rank(layout: GroupLayout, rank: int, num_blocks: int) -> RankPlacement:
+    """Place every component of the stage on ``rank`` for ``num_blocks`` blocks.
+
+    Raises:
+        LayoutError: the rank is not in the group, or there is no block to place.
+    """
+    if not 0 <= rank < layout.group_size:
+        raise LayoutError(f"rank {rank} is outside a KVPP group of {layout.group_size} ranks")
+    if num_blocks < 1:
+        raise LayoutError(f"a placement needs at least one block, got {num_blocks}")
+    drafts_offset = layout.persistent_bytes(rank, num_blocks) - sum(
+        layout.component_bytes(c, num_blocks) for c in layout.stage.drafts
+    )
+    scratch_offset = layout.persistent_bytes(rank, num_blocks)
+    slot_bytes = layout.slot_bytes(num_blocks)
+
+    bundles: list[BundlePlace] = []
+    components: list[ComponentPlace] = []
+    next_owned = 0
+    for ordinal, (bundle, owner) in enumerate(
+        zip(layout.stage.targets, layout.owners, strict=True)
+    ):
+        size = layout.bundle_bytes(bundle, num_blocks)
+        slot = layout.slot(ordinal)
+        owned = owner == rank
+        offset = next_owned if owned else scratch_offset + slot * slot_bytes
+        next_owned += size if owned else 0
+        bundles.append(
+            BundlePlace(ordinal=ordinal, owner=owner, slot=slot, offset=offset, size=size)
+        )
+        components += _place_run(layout, bundle.components, offset, num_blocks, owned)
+    components += _place_run(layout, layout.stage.drafts, drafts_offset, num_blocks, True)
+    return RankPlacement(
+        layout=layout,
+        rank=rank,
+        num_blocks=num_blocks,
+        total_bytes=layout.rank_bytes(rank, num_blocks),
+        bundles=tuple(bundles),
+        components=tuple(components),
+    )
+
+
+def _place_run(
+    layout: GroupLayout,
+    components: tuple[CacheComponent, ...],
+    offset: int,
+    num_blocks: int,
+    persistent: bool,
+) -> list[ComponentPlace]:
+    places: list[ComponentPlace] = []
+    for component in components:
+        places.append(
+            ComponentPlace(
+                component=component,
+                offset=offset,
+                size=component.page_bytes * num_blocks,
+                persistent=persistent,
+            )
+        )
+        offset += layout.component_bytes(component, num_blocks)
+    return places

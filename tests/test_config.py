@@ -1,0 +1,51 @@
+import pytest
+
+from kvpp_connect.config import KvppConfig, parse_additional_config
+from kvpp_connect.errors import ConfigError
+
+
+@pytest.mark.parametrize("value", [True, "true", "True", "TRUE"])
+def test_kvpp_is_on_for_true_in_any_case(value):
+    assert parse_additional_config({"enable_kvpp": value}).enabled
+
+
+@pytest.mark.parametrize("value", [False, "false", "FALSE"])
+def test_kvpp_is_off_for_false_in_any_case(value):
+    assert not parse_additional_config({"enable_kvpp": value}).enabled
+
+
+@pytest.mark.parametrize("value", [1, 0, "yes", "1", None, [], {}, 1.0, ""])
+def test_anything_else_is_refused_by_name(value):
+    with pytest.raises(ConfigError, match=r"additional_config\.enable_kvpp is"):
+        parse_additional_config({"enable_kvpp": value})
+
+
+@pytest.mark.parametrize("config", [{}, None, {"other_plugin": {"x": 1}}])
+def test_kvpp_is_off_by_default_and_other_keys_are_none_of_our_business(config):
+    assert parse_additional_config(config) == KvppConfig()
+
+
+def test_unknown_keys_are_refused_with_the_nearest_right_one():
+    with pytest.raises(ConfigError, match=r"'mod'; did you mean 'mode'"):
+        parse_additional_config({"enable_kvpp": True, "kvpp": {"mod": "full"}})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], r"additional_config\.kvpp is \[\]"),
+        ({"mode": "fast"}, r"kvpp\.mode is 'fast'; expected one of: full"),
+        ({"broadcast_timeout_s": 0}, "broadcast_timeout_s is 0"),
+        ({"broadcast_timeout_s": True}, "broadcast_timeout_s is True"),
+        ({"broadcast_timeout_s": "9"}, "broadcast_timeout_s is '9'"),
+    ],
+)
+def test_wrong_values_are_refused_by_name(options, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_additional_config({"enable_kvpp": True, "kvpp": options})
+
+
+def test_the_users_configuration_is_not_modified():
+    given = {"enable_kvpp": "true", "kvpp": {"mode": "full"}}
+    parse_additional_config(given)
+    assert given == {"enable_kvpp": "true", "kvpp": {"mode": "full"}}

@@ -1,4 +1,4 @@
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given
@@ -21,7 +21,7 @@ def smallest_largest_share(sizes, group_size):
     best = None
     for cuts in combinations([*ends] * (group_size - 1), group_size - 1):
         edges = [0, *sorted(cuts), len(sizes)]
-        largest = max(sum(sizes[a:b]) for a, b in zip(edges, edges[1:], strict=False))
+        largest = max(sum(sizes[a:b]) for a, b in pairwise(edges))
         best = largest if best is None else min(best, largest)
     return sum(sizes) if best is None else best
 

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 from builders import bundle_stage, equal_stage
 from hypothesis import given
@@ -36,7 +38,8 @@ def test_every_component_has_one_place_and_persistent_ranges_are_disjoint(
         for place in placement.components:
             assert place.size == place.component.page_bytes * num_blocks
             assert place.offset % alignment == 0
-            assert place.offset >= 0 and place.offset + place.size <= placement.total_bytes
+            assert place.offset >= 0
+            assert place.offset + place.size <= placement.total_bytes
             holders[place.component.layer_name] += place.persistent
         kept = [p for p in placement.components if p.persistent]
         scratch = [p for p in placement.components if not p.persistent]
@@ -63,7 +66,7 @@ def test_the_two_scratch_slots_are_disjoint_and_consecutive_layers_alternate(
                     assert not overlap(a, b)
                 else:
                     assert a.offset == b.offset
-        for a, b in zip(bundles, bundles[1:], strict=False):
+        for a, b in itertools.pairwise(bundles):
             assert a.slot != b.slot
 
 

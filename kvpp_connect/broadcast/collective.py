@@ -1,0 +1,87 @@
+"""Moving bytes from one rank of the KVPP group to all others.
+
+Transports know nothing about layers: they broadcast one contiguous byte tensor.
+"""
+
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from kvpp_connect.errors import PeerError
+
+
+class PendingBroadcast(Protocol):
+    """A broadcast under way."""
+
+    def wait(self) -> None:
+        """Return when the local bytes may be read and written again.
+
+        Raises:
+            PeerError: a peer died or the time limit passed; the group is unusable from then on.
+        """
+        ...
+
+
+class GroupBroadcast(Protocol):
+    """Broadcast inside one KVPP group. Every rank must start the same broadcasts in one order."""
+
+    def start(self, data: torch.Tensor, source_rank: int) -> PendingBroadcast:
+        """Send ``data`` from ``source_rank`` (rank in group), or receive into it elsewhere.
+
+        Args:
+            data: contiguous one-dimensional byte tensor, untouched until the wait returns.
+        """
+        ...
+
+
+class _TorchPending:
+    def __init__(self, work: dist.Work, source_rank: int) -> None:
+        self._work = work
+        self._source_rank = source_rank
+
+    def wait(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise PeerError(
+                f"broadcast from rank {self._source_rank} of the KVPP group failed: {error}"
+            ) from error
+
+
+class TorchBroadcast:
+    """Collective of ``torch.distributed`` (gloo on CPU) on a group of its own."""
+
+    def __init__(self, group: dist.ProcessGroup, global_ranks: tuple[int, ...]) -> None:
+        self._group = group
+        self._global_ranks = global_ranks
+
+    def start(self, data: torch.Tensor, source_rank: int) -> PendingBroadcast:
+        work = dist.broadcast(
+            data, src=self._global_ranks[source_rank], group=self._group, async_op=True
+        )
+        assert work is not None, "this process is not a member of its own KVPP group"
+        return _TorchPending(work, source_rank)
+
+
+def create_group_broadcast(
+    groups: tuple[tuple[int, ...], ...], backend: str, timeout_s: float
+) -> TorchBroadcast:
+    """Create the process group of every KVPP group and return this process's transport.
+
+    ``new_group`` is collective over the world: every process must create every group, in the
+    same order, or start-up hangs.
+
+    Args:
+        groups: global ranks of every KVPP group of the world, the same tuple on every process.
+        backend: ``torch.distributed`` backend.
+        timeout_s: seconds after which a broadcast without progress fails.
+    """
+    mine: TorchBroadcast | None = None
+    for ranks in groups:
+        group = dist.new_group(list(ranks), backend=backend, timeout=timedelta(seconds=timeout_s))
+        if isinstance(group, dist.ProcessGroup) and dist.get_rank() in ranks:
+            mine = TorchBroadcast(group, ranks)
+    assert mine is not None, f"rank {dist.get_rank()} is in none of the KVPP groups {groups}"
+    return mine

@@ -1,0 +1,53 @@
+"""What differs between devices, as data. One entry per device that KVPP runs on."""
+
+from dataclasses import dataclass
+
+from kvpp_connect.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Platform:
+    """Facts about a device type.
+
+    Attributes:
+        name: vLLM's device type.
+        collective_backend: ``torch.distributed`` backend of the KVPP group.
+        alignment_bytes: alignment of every cache component's base.
+        worker_cls: dotted name of the vLLM worker that the platform would use by itself.
+        kvpp_worker_cls: dotted name of its KVPP subclass.
+        transfer_protocol: default protocol of the transfer engine.
+    """
+
+    name: str
+    collective_backend: str
+    alignment_bytes: int
+    worker_cls: str
+    kvpp_worker_cls: str
+    transfer_protocol: str
+
+
+PLATFORMS: dict[str, Platform] = {
+    "cpu": Platform(
+        name="cpu",
+        collective_backend="gloo",
+        alignment_bytes=64,
+        worker_cls="vllm.v1.worker.cpu_worker.CPUWorker",
+        kvpp_worker_cls="kvpp_connect.seam.cpu_worker.KvppCPUWorker",
+        transfer_protocol="tcp",
+    ),
+}
+
+
+def select_platform(device_type: str) -> Platform:
+    """Return the platform of a vLLM device type.
+
+    Raises:
+        ConfigError: KVPP does not run on that device.
+    """
+    try:
+        return PLATFORMS[device_type]
+    except KeyError:
+        raise ConfigError(
+            f"enable_kvpp: device type {device_type!r} is not supported by this version of "
+            f"kvpp-connect; supported: {', '.join(sorted(PLATFORMS))}"
+        ) from None

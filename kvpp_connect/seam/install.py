@@ -1,0 +1,65 @@
+"""The one thing that is put around vLLM before its configuration is known.
+
+vLLM has no hook that shows a plugin the configuration. The platform's ``check_and_update_config``
+is the first function that sees ``additional_config`` while ``worker_cls`` is still open, so it is
+wrapped. With KVPP off the wrapper reads one key and changes nothing.
+"""
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+from kvpp_connect._log import get_logger
+from kvpp_connect.config import KvppConfig, parse_additional_config
+from kvpp_connect.errors import ConfigError
+from kvpp_connect.platforms.base import select_platform
+from kvpp_connect.seam import ledger, settings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.platforms import Platform
+
+logger = get_logger(__name__)
+_MARK = "_kvpp_connect_hook"
+
+
+def install_config_hook() -> None:
+    """Wrap the current platform's configuration check, once per process."""
+    from vllm.platforms import current_platform
+
+    platform_class: Any = type(current_platform)
+    original = platform_class.check_and_update_config
+    if getattr(original, _MARK, False):
+        return
+
+    @functools.wraps(original.__func__)
+    def check_and_update_config(cls: "type[Platform]", vllm_config: "VllmConfig") -> None:
+        config = parse_additional_config(vllm_config.additional_config)
+        chosen = vllm_config.parallel_config.worker_cls
+        original.__func__(cls, vllm_config)
+        if config.enabled:
+            enable(vllm_config, config, chosen)
+
+    setattr(check_and_update_config, _MARK, True)
+    platform_class.check_and_update_config = classmethod(check_and_update_config)
+
+
+def enable(vllm_config: "VllmConfig", config: KvppConfig, chosen_worker: str) -> None:
+    """Check the deployment and select the KVPP worker.
+
+    Args:
+        chosen_worker: ``worker_cls`` as the user gave it, "auto" by default.
+
+    Raises:
+        SeamError: this vLLM does not look the way the ledger says.
+        ConfigError: the deployment asks for something that KVPP does not support.
+    """
+    ledger.verify()
+    settings.check_supported(vllm_config)
+    platform = select_platform(vllm_config.device_config.device_type)
+    if chosen_worker not in ("auto", platform.worker_cls, platform.kvpp_worker_cls):
+        raise ConfigError(
+            f"enable_kvpp: worker_cls is {chosen_worker!r}; KVPP needs a worker of its own. "
+            "Remove --worker-cls, or turn enable_kvpp off"
+        )
+    vllm_config.parallel_config.worker_cls = platform.kvpp_worker_cls
+    logger.debug("KVPP on: mode %s, worker %s", config.mode, platform.kvpp_worker_cls)

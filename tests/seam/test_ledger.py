@@ -1,0 +1,53 @@
+import json
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from kvpp_connect import __version__
+from kvpp_connect.errors import SeamError
+from kvpp_connect.seam.ledger import LEDGER, Touchpoint, verify, vllm_version
+
+
+def test_the_installed_vllm_fits():
+    verify()
+
+
+@pytest.mark.parametrize(
+    ("touchpoint", "message"),
+    [
+        (Touchpoint(target="vllm.nowhere:x", why=""), "vllm.nowhere:x is missing"),
+        (Touchpoint(target="vllm.config:VllmConfig.nothing", why=""), "nothing is missing"),
+        (
+            Touchpoint(
+                target="vllm.v1.worker.gpu_worker:Worker.execute_model",
+                parameters=("self", "other"),
+                why="",
+            ),
+            r"takes \('self', 'scheduler_output'\), expected \('self', 'other'\)",
+        ),
+        (
+            Touchpoint(
+                target="vllm.v1.kv_cache_interface:KVCacheTensor", fields=("shared_by",), why=""
+            ),
+            "has no field shared_by",
+        ),
+    ],
+)
+def test_a_vllm_that_does_not_fit_is_refused_with_both_versions(touchpoint, message):
+    with pytest.raises(SeamError, match=message) as error:
+        verify((*LEDGER, touchpoint))
+    assert vllm_version() in str(error.value)
+    assert __version__ in str(error.value)
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.0"])
+def test_the_ledger_fits_the_signatures_of_each_supported_vllm(version):
+    """Facts read from the released wheels by scripts/vllm_facts.py, without importing them."""
+    facts = json.loads((Path(__file__).parent / f"vllm_facts_{version}.json").read_text())
+    for entry in LEDGER:
+        fact = facts[entry.target]
+        if entry.parameters is not None:
+            assert tuple(fact["parameters"]) == entry.parameters, entry.target
+        assert set(entry.fields) <= set(fact.get("fields", ())), entry.target

@@ -1,0 +1,115 @@
+"""Refusals: each names the setting and the way out. One test each."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.config import CUDAGraphMode
+
+from kvpp_connect.config import KvppConfig
+from kvpp_connect.errors import ConfigError
+from kvpp_connect.seam import install
+from kvpp_connect.seam.settings import check_supported
+
+OURS = "kvpp_connect.connectors"
+
+
+def connector(name, path=OURS):
+    return SimpleNamespace(kv_connector=name, kv_connector_module_path=path)
+
+
+def deployment(**changes):
+    """A supported deployment; changes are written ``part__setting=value``."""
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(model="m", is_hybrid=False, use_mla=True),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=2,
+            pipeline_parallel_size=1,
+            prefill_context_parallel_size=1,
+            decode_context_parallel_size=1,
+            enable_dbo=False,
+            enable_elastic_ep=False,
+            worker_cls="auto",
+        ),
+        speculative_config=None,
+        kv_transfer_config=None,
+        compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.NONE),
+        attention_config=SimpleNamespace(hisparse_config=None),
+        device_config=SimpleNamespace(device_type="cpu"),
+    )
+    for name, value in changes.items():
+        part, _, setting = name.partition("__")
+        if setting:
+            setattr(getattr(config, part), setting, value)
+        else:
+            setattr(config, part, value)
+    return config
+
+
+def test_a_supported_deployment_passes():
+    check_supported(deployment())
+    check_supported(deployment(parallel_config__prefill_context_parallel_size=2))
+    check_supported(deployment(kv_transfer_config=connector("MooncakeConnectorV2")))
+    check_supported(deployment(compilation_config__cudagraph_mode=CUDAGraphMode.PIECEWISE))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_config": None}, "there is no model_config"),
+        ({"model_config__use_mla": False}, "does not use MLA.*Turn enable_kvpp off"),
+        ({"model_config__is_hybrid": True}, "is hybrid.*Turn enable_kvpp off"),
+        ({"parallel_config__tensor_parallel_size": 1}, "has 1 rank.*--tensor-parallel-size 2"),
+        (
+            {"parallel_config__decode_context_parallel_size": 2},
+            "decode_context_parallel_size is 2.*--decode-context-parallel-size 1",
+        ),
+        (
+            {"parallel_config__pipeline_parallel_size": 2},
+            "pipeline_parallel_size is 2.*--pipeline-parallel-size 1",
+        ),
+        ({"speculative_config": object()}, "speculative_config is set.*Remove"),
+        ({"parallel_config__enable_dbo": True}, "enable_dbo.*Remove --enable-dbo"),
+        ({"parallel_config__enable_elastic_ep": True}, "enable_elastic_ep.*Remove"),
+        (
+            {"compilation_config__cudagraph_mode": CUDAGraphMode.FULL},
+            "cudagraph_mode FULL.*PIECEWISE",
+        ),
+        (
+            {"compilation_config__cudagraph_mode": CUDAGraphMode.FULL_AND_PIECEWISE},
+            "FULL_AND_PIECEWISE",
+        ),
+        ({"attention_config__hisparse_config": object()}, "HiSparse.*Remove"),
+        ({"kv_transfer_config": connector("NixlConnector", None)}, "'NixlConnector'.*garbage"),
+        (
+            {"kv_transfer_config": connector("MooncakeConnectorV2", "vllm_ascend.distributed")},
+            "'MooncakeConnectorV2' of 'vllm_ascend.distributed'",
+        ),
+        ({"kv_transfer_config": connector("MultiConnector", None)}, "'MultiConnector'"),
+    ],
+)
+def test_what_is_not_supported_is_refused_with_the_way_out(changes, message):
+    with pytest.raises(ConfigError, match=f"enable_kvpp: .*{message}"):
+        check_supported(deployment(**changes))
+
+
+def test_enabling_selects_the_worker_and_may_be_repeated():
+    config = deployment()
+    for chosen in ("auto", "vllm.v1.worker.cpu_worker.CPUWorker", None):
+        chosen = chosen or config.parallel_config.worker_cls
+        install.enable(config, KvppConfig(enabled=True), chosen)
+        assert config.parallel_config.worker_cls == "kvpp_connect.seam.cpu_worker.KvppCPUWorker"
+
+
+def test_a_foreign_worker_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"worker_cls is 'mine\.Worker'.*Remove --worker-cls"):
+        install.enable(deployment(), KvppConfig(enabled=True), "mine.Worker")
+
+
+def test_a_device_without_support_is_refused_by_name():
+    with pytest.raises(ConfigError, match="device type 'xpu' is not supported"):
+        install.enable(
+            deployment(device_config__device_type="xpu"), KvppConfig(enabled=True), "auto"
+        )

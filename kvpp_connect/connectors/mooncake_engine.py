@@ -1,0 +1,97 @@
+"""The only place that imports mooncake: its transfer engine behind a small interface."""
+
+import os
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from kvpp_connect.errors import ConfigError, PeerError
+
+PROTOCOLS = ("tcp", "rdma", "ascend")
+
+
+class TransferEngine(Protocol):
+    """One-sided reads between processes. Safe to use from several threads."""
+
+    @property
+    def session(self) -> str:
+        """Name under which peers reach this engine: ``host:port``."""
+        ...
+
+    def register(self, address: int, length_bytes: int) -> None:
+        """Let peers read, and this engine write, a range of local memory."""
+        ...
+
+    def read(
+        self,
+        session: str,
+        local_addresses: Sequence[int],
+        remote_addresses: Sequence[int],
+        lengths_bytes: Sequence[int],
+    ) -> None:
+        """Copy remote ranges into local ones; returns when all bytes have arrived.
+
+        Raises:
+            PeerError: the read failed or timed out. It may still write its destination later.
+        """
+        ...
+
+
+class MooncakeEngine:
+    """``mooncake.engine.TransferEngine`` with return codes turned into errors."""
+
+    def __init__(self, host: str, protocol: str) -> None:
+        """Start an engine that peers reach at ``host``.
+
+        Raises:
+            ConfigError: mooncake is not installed, or does not start.
+        """
+        if protocol == "tcp":
+            # Builds without CUDA ignore the protocol argument and pick RDMA where a device exists.
+            os.environ.setdefault("MC_FORCE_TCP", "1")
+            os.environ.setdefault("MC_TCP_ENABLE_CONNECTION_POOL", "true")
+            # Without it the engine also listens on every other interface.
+            os.environ.setdefault("MC_TCP_BIND_ADDRESS", host)
+        try:
+            from mooncake.engine import TransferEngine as Engine
+        except ImportError as error:
+            raise ConfigError(
+                f"MooncakeConnectorV2: cannot load mooncake ({error}). Install "
+                "mooncake-transfer-engine (mooncake-transfer-engine-non-cuda on CPU machines) and "
+                "the system library it names (Debian: libibverbs1)"
+            ) from error
+        self._engine: Any = Engine()
+        code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, "")
+        if code != 0:
+            raise ConfigError(
+                f"MooncakeConnectorV2: mooncake does not start on host {host!r} with protocol "
+                f"{protocol!r} (code {code}); is {host!r} an address of this machine?"
+            )
+        self._session = f"{host}:{self._engine.get_rpc_port()}"
+
+    @property
+    def session(self) -> str:
+        return self._session
+
+    def register(self, address: int, length_bytes: int) -> None:
+        code = self._engine.register_memory(address, length_bytes)
+        if code != 0:
+            raise ConfigError(
+                f"MooncakeConnectorV2: mooncake refuses to register {length_bytes} bytes of KV "
+                f"cache (code {code}); check the locked-memory limit (ulimit -l)"
+            )
+
+    def read(
+        self,
+        session: str,
+        local_addresses: Sequence[int],
+        remote_addresses: Sequence[int],
+        lengths_bytes: Sequence[int],
+    ) -> None:
+        code = self._engine.batch_transfer_sync_read(
+            session, list(local_addresses), list(remote_addresses), list(lengths_bytes)
+        )
+        if code != 0:
+            raise PeerError(
+                f"reading {sum(lengths_bytes)} bytes in {len(lengths_bytes)} pieces from "
+                f"{session} failed (mooncake code {code})"
+            )

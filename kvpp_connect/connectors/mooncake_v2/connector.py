@@ -1,0 +1,218 @@
+"""``MooncakeConnectorV2``: vLLM's connector API, forwarded to the side of this process."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kvpp_connect.connectors.mooncake_v2.config import MooncakeV2Config, parse_extra_config
+from kvpp_connect.connectors.mooncake_v2.metadata import StepOrders
+from kvpp_connect.connectors.mooncake_v2.registration import BlockShape, StagePublication
+from kvpp_connect.connectors.mooncake_v2.scheduler_side import SchedulerSide
+from kvpp_connect.connectors.mooncake_v2.stats import MooncakeV2Prometheus, MooncakeV2Stats
+from kvpp_connect.connectors.mooncake_v2.worker_side import WorkerSide
+from kvpp_connect.errors import ConfigError
+from kvpp_connect.seam.api import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+    get_ip,
+    transfer_protocol,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvpp_connect.seam.api import (
+        AttentionMetadata,
+        ForwardContext,
+        KVCacheBlocks,
+        KVCacheConfig,
+        KVConnectorOutput,
+        Request,
+        SchedulerOutput,
+        VllmConfig,
+    )
+
+
+@dataclass
+class MooncakeV2Metadata(KVConnectorMetadata):
+    """One step's orders, scheduler to workers."""
+
+    orders: StepOrders
+
+
+@dataclass
+class MooncakeV2Handshake(KVConnectorHandshakeMetadata):
+    """A KVPP group's publication, workers to scheduler, as msgpack."""
+
+    publication: bytes
+
+
+class MooncakeConnectorV2(KVConnectorBase_V1, SupportsHMA):
+    """Pull-based P/D connector that reads each layer from a rank that really holds it."""
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        role: KVConnectorRole,
+        kv_cache_config: "KVCacheConfig",
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = self._kv_transfer_config
+        config = parse_extra_config(transfer.kv_connector_extra_config)
+        host = config.host or get_ip()
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerSide(
+                config=config,
+                host=host,
+                port=_control_port(config, vllm_config),
+                engine_id=str(transfer.engine_id),
+                produces=transfer.is_kv_producer,
+                consumes=transfer.is_kv_consumer,
+            )
+        else:
+            self._worker = WorkerSide(
+                config=config,
+                host=host,
+                protocol=config.protocol or transfer_protocol(vllm_config),
+                shape=_block_shape(kv_cache_config),
+            )
+
+    # Scheduler side
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        assert self._scheduler is not None
+        return self._scheduler.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        assert self._scheduler is not None
+        self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        assert self._scheduler is not None
+        return MooncakeV2Metadata(self._scheduler.take_orders())
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        assert self._scheduler is not None
+        self._scheduler.received(connector_output.finished_recving or ())
+
+    def request_finished(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        assert self._scheduler is not None
+        return self._scheduler.request_finished(request, block_ids)
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        assert self._scheduler is not None
+        decoder = msgspec.msgpack.Decoder(StagePublication)
+        self._scheduler.publish(
+            [
+                decoder.decode(entry.publication)
+                for entry in metadata.values()
+                if isinstance(entry, MooncakeV2Handshake)
+            ]
+        )
+
+    # Worker side
+
+    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+        assert self._worker is not None
+        self._worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        assert self._worker is not None
+        publication = self._worker.publication
+        return MooncakeV2Handshake(msgspec.msgpack.encode(publication)) if publication else None
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: object) -> None:
+        assert self._worker is not None
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, MooncakeV2Metadata)
+        self._worker.carry_out(metadata.orders)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        assert self._worker is not None
+        results = self._worker.take_results()
+        return KVConnectorTransferResults(
+            finished_sending=set(results.sent),
+            finished_recving=set(results.received),
+            failed_recving=set(results.failed),
+        )
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: pulls are asynchronous and end before their request is run."""
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: "torch.Tensor",
+        attn_metadata: "AttentionMetadata",
+        **kwargs: object,
+    ) -> None:
+        """Nothing to save: the decode node reads the cache itself."""
+
+    def wait_for_save(self) -> None:
+        """Nothing to save."""
+
+    # Both sides
+
+    def get_kv_connector_stats(self) -> MooncakeV2Stats | None:
+        side = self._worker or self._scheduler
+        assert side is not None
+        counts = side.take_counts()
+        return MooncakeV2Stats(data=dict(counts)) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> MooncakeV2Stats:
+        return MooncakeV2Stats(data=dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> MooncakeV2Prometheus:
+        return MooncakeV2Prometheus(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._worker is not None:
+            self._worker.close()
+
+
+def _control_port(config: MooncakeV2Config, vllm_config: "VllmConfig") -> int:
+    if config.control_port == 0:
+        return 0
+    return config.control_port + vllm_config.parallel_config.data_parallel_index
+
+
+def _block_shape(kv_cache_config: "KVCacheConfig") -> BlockShape:
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        raise ConfigError(
+            f"MooncakeConnectorV2: the model has {len(groups)} KV cache groups, this version of "
+            "kvpp-connect supports one"
+        )
+    return BlockShape(
+        num_blocks=kv_cache_config.num_blocks, block_tokens=groups[0].kv_cache_spec.block_size
+    )

@@ -1,0 +1,109 @@
+"""The producer's book of hand-overs: which finished requests still hold blocks, and for whom.
+
+A lease begins when a request finishes and ends once, by release or by expiry, whichever comes
+first. The end is final: a release after the expiry is told that the lease expired.
+"""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvpp_connect.connectors.mooncake_v2.wire import LeaseRef, LeaseState
+
+
+@dataclass(slots=True)
+class _Lease:
+    # Written by the control channel's thread, read by the scheduler's.
+    ref: LeaseRef
+    state: LeaseState
+    # Monotonic seconds: while held, of the expiry; afterwards, until which the end is remembered.
+    deadline: float
+
+
+class LeaseBook:
+    """Leases of one incarnation of a producer. Thread-safe."""
+
+    def __init__(
+        self, incarnation: str, lease_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._incarnation = incarnation
+        self._lease_s = lease_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._leases: dict[int, _Lease] = {}
+        self._ended: list[str] = []
+        self._next_generation = 0
+        self._counts: Counter[str] = Counter()
+
+    def grant(self, request_id: str) -> LeaseRef:
+        """Begin a lease on the blocks of a request that has just finished."""
+        with self._lock:
+            self._next_generation += 1
+            ref = LeaseRef(
+                incarnation=self._incarnation,
+                request_id=request_id,
+                generation=self._next_generation,
+            )
+            deadline = self._clock() + self._lease_s
+            self._leases[ref.generation] = _Lease(ref, LeaseState.HELD, deadline)
+            self._counts["granted"] += 1
+            return ref
+
+    def confirm(self, ref: LeaseRef) -> LeaseState:
+        """Tell whether a lease holds at this moment."""
+        with self._lock:
+            self._expire()
+            lease = self._find(ref)
+            return lease.state if lease else LeaseState.UNKNOWN
+
+    def release(self, ref: LeaseRef) -> LeaseState:
+        """End a lease; asking again gives the same answer."""
+        with self._lock:
+            self._expire()
+            lease = self._find(ref)
+            if lease is None:
+                return LeaseState.UNKNOWN
+            if lease.state is LeaseState.HELD:
+                self._end(lease, LeaseState.RELEASED)
+            return lease.state
+
+    def take_ended(self) -> list[str]:
+        """Ids of requests whose lease ended since the last call; each id is given once."""
+        with self._lock:
+            self._expire()
+            ended, self._ended = self._ended, []
+            return ended
+
+    def live(self) -> int:
+        """Number of leases that hold."""
+        with self._lock:
+            return sum(lease.state is LeaseState.HELD for lease in self._leases.values())
+
+    def take_counts(self) -> dict[str, int]:
+        """Leases granted, released and expired since the last call."""
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+            return dict(counts)
+
+    def _find(self, ref: LeaseRef) -> _Lease | None:
+        lease = self._leases.get(ref.generation)
+        return lease if lease is not None and lease.ref == ref else None
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for generation, lease in list(self._leases.items()):
+            if lease.deadline > now:
+                continue
+            if lease.state is LeaseState.HELD:
+                self._end(lease, LeaseState.EXPIRED)
+            else:
+                del self._leases[generation]
+
+    def _end(self, lease: _Lease, state: LeaseState) -> None:
+        lease.state = state
+        # Remember the end for late and repeated questions, then forget it.
+        lease.deadline = self._clock() + self._lease_s
+        self._ended.append(lease.ref.request_id)
+        self._counts[state.value] += 1

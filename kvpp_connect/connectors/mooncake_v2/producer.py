@@ -1,0 +1,95 @@
+"""Scheduler side of a prefill node: hands finished requests over and answers their readers."""
+
+import uuid
+from collections.abc import Sequence
+
+from kvpp_connect._log import get_logger
+from kvpp_connect.connectors.mooncake_v2 import wire
+from kvpp_connect.connectors.mooncake_v2.control import ControlServer
+from kvpp_connect.connectors.mooncake_v2.leases import LeaseBook
+from kvpp_connect.connectors.mooncake_v2.metadata import handover_params
+from kvpp_connect.errors import PeerError
+from kvpp_connect.layout import EngineManifest, RankManifest
+
+logger = get_logger(__name__)
+
+
+class Producer:
+    """Lease book and control channel of one engine."""
+
+    def __init__(self, *, engine_id: str, host: str, port: int, lease_s: float) -> None:
+        self.incarnation = uuid.uuid4().hex
+        self._engine_id = engine_id
+        self._host = host
+        self._port = port
+        self._lease_s = lease_s
+        self._manifest: EngineManifest | None = None
+        self._server: ControlServer | None = None
+        self._leases = LeaseBook(self.incarnation, lease_s)
+
+    def publish(
+        self, *, ranks: Sequence[RankManifest], block_tokens: int, num_blocks: int, dtype: str
+    ) -> None:
+        """Make the workers' caches known and open the control channel."""
+        self._manifest = EngineManifest(
+            engine_id=self._engine_id,
+            incarnation=self.incarnation,
+            block_tokens=block_tokens,
+            num_blocks=num_blocks,
+            cache_dtype=dtype,
+            ranks=tuple(ranks),
+        )
+        self._server = ControlServer(self._host, self._port, self._answer)
+        self._port = self._server.port
+        owned = {f"pp{r.pp_rank}/rank{r.rank_in_group}": len(r.components) for r in ranks}
+        logger.info(
+            "MooncakeConnectorV2 producer %s: control channel on %s:%d, %d blocks of %d tokens, "
+            "caches published per rank %s, leases of %g s",
+            self._engine_id,
+            self._host,
+            self._port,
+            num_blocks,
+            block_tokens,
+            owned,
+            self._lease_s,
+        )
+
+    def hand_over(
+        self, request_id: str, prompt: Sequence[int], block_ids: Sequence[int]
+    ) -> dict[str, object]:
+        """Begin the lease on a finished request's prompt blocks; answer the response's params."""
+        assert self._manifest is not None, "workers publish their caches before requests run"
+        used = -(-len(prompt) // self._manifest.block_tokens)
+        return handover_params(
+            engine_id=self._engine_id,
+            host=self._host,
+            port=self._port,
+            lease=self._leases.grant(request_id),
+            block_ids=block_ids[:used],
+            prompt=prompt,
+        )
+
+    def take_ended(self) -> frozenset[str]:
+        """Requests whose blocks may be freed now; each once."""
+        return frozenset(self._leases.take_ended())
+
+    def take_counts(self) -> dict[str, int]:
+        """Leases granted, released and expired since the last call."""
+        return self._leases.take_counts()
+
+    def close(self) -> None:
+        """Close the control channel."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def _answer(self, question: wire.Question) -> wire.Answer:
+        match question:
+            case wire.GetManifest():
+                if self._manifest is None:
+                    raise PeerError("this engine is still starting")
+                return wire.ManifestAnswer(self._manifest)
+            case wire.Confirm(lease=lease):
+                return wire.LeaseAnswer(self._leases.confirm(lease))
+            case wire.Release(lease=lease):
+                return wire.LeaseAnswer(self._leases.release(lease))

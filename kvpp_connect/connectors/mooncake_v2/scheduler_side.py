@@ -1,0 +1,138 @@
+"""Scheduler side: a producer, a consumer, or both, behind vLLM's request objects."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from kvpp_connect.connectors.mooncake_v2.config import MooncakeV2Config
+from kvpp_connect.connectors.mooncake_v2.consumer import Consumer
+from kvpp_connect.connectors.mooncake_v2.metadata import StepOrders
+from kvpp_connect.connectors.mooncake_v2.producer import Producer
+from kvpp_connect.connectors.mooncake_v2.registration import StagePublication
+from kvpp_connect.connectors.mooncake_v2.releases import LeaseReleaser
+from kvpp_connect.errors import LayoutError
+from kvpp_connect.seam.api import RequestStatus
+
+if TYPE_CHECKING:
+    from kvpp_connect.seam.api import Request
+
+# A request that ended by itself; an aborted or failed one has no decode node waiting for it.
+_HANDED_OVER = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
+
+
+class SchedulerSide:
+    """Translates vLLM's requests for :class:`Producer` and :class:`Consumer`."""
+
+    def __init__(
+        self,
+        *,
+        config: MooncakeV2Config,
+        host: str,
+        port: int,
+        engine_id: str,
+        produces: bool,
+        consumes: bool,
+    ) -> None:
+        self._producer: Producer | None = None
+        self._consumer: Consumer | None = None
+        self._releaser: LeaseReleaser | None = None
+        if produces:
+            self._producer = Producer(
+                engine_id=engine_id, host=host, port=port, lease_s=config.lease_s
+            )
+        if consumes:
+            self._releaser = LeaseReleaser(config.control_timeout_s)
+            self._consumer = Consumer(self._releaser)
+
+    def publish(self, publications: Sequence[StagePublication]) -> None:
+        """Take over what the workers hold.
+
+        Raises:
+            LayoutError: pipeline stages disagree on blocks or dtype.
+        """
+        if self._producer is None or not publications:
+            return
+        shapes = {(p.num_blocks, p.block_tokens, p.cache_dtype) for p in publications}
+        if len(shapes) != 1:
+            raise LayoutError(f"stages disagree on (blocks, block tokens, dtype): {shapes}")
+        ranks = {(r.pp_rank, r.rank_in_group): r for p in publications for r in p.ranks}
+        num_blocks, block_tokens, dtype = shapes.pop()
+        self._producer.publish(
+            ranks=[ranks[key] for key in sorted(ranks)],
+            block_tokens=block_tokens,
+            num_blocks=num_blocks,
+            dtype=dtype,
+        )
+
+    def matched_tokens(self, request: "Request", computed_tokens: int) -> tuple[int, bool]:
+        """Tokens that can be pulled beyond the computed ones, and whether in the background."""
+        offer = _offer(request)
+        if self._consumer is None or offer is None:
+            return 0, False
+        tokens = self._consumer.offered_tokens(request.request_id, *offer, computed_tokens)
+        return tokens, tokens > 0
+
+    def allocated(self, request: "Request", block_ids: Sequence[int], tokens: int) -> None:
+        """The request has its blocks; ``tokens`` of it are to be pulled."""
+        offer = _offer(request)
+        if self._consumer is None or offer is None:
+            return
+        # What is not pulled is computed already: vLLM presents the local hit block-aligned.
+        computed = len(offer[1]) - tokens
+        self._consumer.allocated(request.request_id, block_ids, computed, tokens)
+
+    def take_orders(self) -> StepOrders:
+        """Orders for the workers in the coming step."""
+        return StepOrders(
+            pulls=self._consumer.take_pulls() if self._consumer else (),
+            ended_leases=self._producer.take_ended() if self._producer else frozenset(),
+        )
+
+    def received(self, request_ids: Iterable[str]) -> None:
+        """All workers have ended these requests' pulls."""
+        if self._consumer is not None:
+            self._consumer.received(request_ids)
+
+    def request_finished(
+        self, request: "Request", block_ids: Sequence[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Hand the request over, or give its own hand-over back.
+
+        Returns:
+            Whether its blocks must be kept, and the response's ``kv_transfer_params``.
+        """
+        offer = _offer(request)
+        if self._consumer is not None and offer is not None:
+            self._consumer.finished(request.request_id, *offer)
+        prompt = request.prompt_token_ids
+        if (
+            self._producer is None
+            or prompt is None
+            or not (request.kv_transfer_params or {}).get("do_remote_decode")
+            or request.status not in _HANDED_OVER
+            or request.num_computed_tokens < len(prompt)
+        ):
+            return False, None
+        return True, self._producer.hand_over(request.request_id, prompt, block_ids)
+
+    def take_counts(self) -> dict[str, int]:
+        """Lease counters since the last call, by metric name."""
+        counts = self._producer.take_counts() if self._producer else {}
+        return {f"leases_{name}": value for name, value in counts.items()}
+
+    def close(self) -> None:
+        """Stop threads and close ports."""
+        if self._releaser is not None:
+            self._releaser.close()
+        if self._producer is not None:
+            self._producer.close()
+
+
+def _offer(request: "Request") -> tuple[Mapping[str, Any], Sequence[int]] | None:
+    """The hand-over that a request came with, and its prompt; ``None`` without one.
+
+    A prompt of embeddings cannot be compared with the producer's, so it is computed here.
+    """
+    params, prompt = request.kv_transfer_params, request.prompt_token_ids
+    if not params or not params.get("do_remote_prefill") or prompt is None:
+        return None
+    return params, prompt

@@ -1,0 +1,117 @@
+"""The decode node's scheduler side: whatever happens to a request, its lease is given back once."""
+
+import pytest
+
+pytest.importorskip("zmq")
+
+from kvpp_connect.connectors.mooncake_v2.consumer import Consumer
+from kvpp_connect.connectors.mooncake_v2.metadata import handover_params
+from kvpp_connect.connectors.mooncake_v2.wire import LeaseRef
+
+PROMPT = list(range(40))
+
+
+class NotingReleaser:
+    def __init__(self):
+        self.released = []
+
+    def release(self, remote):
+        self.released.append(remote.lease.request_id)
+
+
+@pytest.fixture
+def releaser():
+    return NotingReleaser()
+
+
+@pytest.fixture
+def consumer(releaser):
+    return Consumer(releaser)
+
+
+def params(prompt=PROMPT, request_id="remote-1"):
+    lease = LeaseRef(incarnation="i", request_id=request_id, generation=1)
+    return handover_params(
+        engine_id="e", host="h", port=1, lease=lease, block_ids=[7, 8, 9], prompt=prompt
+    )
+
+
+def pull(consumer, computed=0):
+    tokens = consumer.offered_tokens("r", params(), PROMPT, computed)
+    consumer.allocated("r", [1, 2, 3], computed, tokens)
+    return consumer.take_pulls()
+
+
+def test_what_is_not_computed_is_offered_and_asking_twice_changes_nothing(consumer, releaser):
+    assert consumer.offered_tokens("r", params(), PROMPT, 0) == 40
+    assert consumer.offered_tokens("r", params(), PROMPT, 16) == 24
+    assert consumer.take_pulls() == ()
+    assert releaser.released == []
+
+
+def test_a_pull_is_ordered_once_with_the_computed_prefix_left_out(consumer):
+    (order,) = pull(consumer, computed=16)
+    assert (order.first_token, order.end_token) == (16, 40)
+    assert order.local_block_ids == (1, 2, 3)
+    assert consumer.take_pulls() == ()
+
+
+def test_a_finished_pull_releases_the_lease_once(consumer, releaser):
+    pull(consumer)
+    consumer.received(["r"])
+    consumer.received(["r"])
+    consumer.finished("r", params(), PROMPT)
+    assert releaser.released == ["remote-1"]
+
+
+def test_a_preempted_or_failed_request_is_not_offered_again(consumer):
+    pull(consumer)
+    consumer.received(["r"])
+    assert consumer.offered_tokens("r", params(), PROMPT, 0) == 0
+
+
+def test_an_abort_before_the_pull_releases_at_once(consumer, releaser):
+    consumer.offered_tokens("r", params(), PROMPT, 0)
+    consumer.finished("r", params(), PROMPT)
+    assert releaser.released == ["remote-1"]
+
+
+def test_an_abort_of_a_request_never_scheduled_releases_at_once(consumer, releaser):
+    consumer.finished("r", params(), PROMPT)
+    assert releaser.released == ["remote-1"]
+
+
+def test_an_abort_during_the_pull_releases_only_when_the_workers_are_done(consumer, releaser):
+    pull(consumer)
+    consumer.finished("r", params(), PROMPT)
+    assert releaser.released == []
+    consumer.received(["r"])
+    assert releaser.released == ["remote-1"]
+
+
+def test_a_full_local_hit_releases_without_pulling(consumer, releaser):
+    assert consumer.offered_tokens("r", params(), PROMPT, 40) == 0
+    consumer.allocated("r", [1, 2, 3], 40, 0)
+    assert consumer.take_pulls() == ()
+    assert releaser.released == ["remote-1"]
+
+
+@pytest.mark.parametrize("prompt", [[*PROMPT[:-1], 99], PROMPT[:-1]])
+def test_another_prompt_is_computed_here_and_the_lease_given_back(consumer, releaser, prompt):
+    assert consumer.offered_tokens("r", params(), prompt, 0) == 0
+    assert consumer.offered_tokens("r", params(), prompt, 0) == 0
+    consumer.finished("r", params(), prompt)
+    assert releaser.released == ["remote-1"]
+
+
+def test_a_damaged_handover_is_computed_here(consumer, releaser):
+    assert consumer.offered_tokens("r", {"do_remote_prefill": True}, PROMPT, 0) == 0
+    consumer.finished("r", {"do_remote_prefill": True}, PROMPT)
+    assert releaser.released == []
+
+
+def test_a_request_id_that_comes_again_is_a_new_request(consumer, releaser):
+    pull(consumer)
+    consumer.received(["r"])
+    consumer.finished("r", params(), PROMPT)
+    assert consumer.offered_tokens("r", params(request_id="remote-2"), PROMPT, 0) == 40

@@ -1,0 +1,120 @@
+"""Both ends of the control channel over a real loopback socket."""
+
+import socket
+import threading
+
+import pytest
+import zmq
+
+from kvpp_connect.connectors.mooncake_v2 import wire
+from kvpp_connect.connectors.mooncake_v2.control import ControlClient, ControlServer
+from kvpp_connect.errors import ConfigError, PeerError
+
+LEASE = wire.LeaseRef(incarnation="i", request_id="r", generation=1)
+
+
+@pytest.fixture
+def serve():
+    servers = []
+
+    def start(answer, port=0):
+        servers.append(ControlServer("127.0.0.1", port, answer))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def held(question):
+    return wire.LeaseAnswer(wire.LeaseState.HELD)
+
+
+def test_a_question_gets_its_answer(serve):
+    with ControlClient("127.0.0.1", serve(held).port, 5) as client:
+        assert client.ask(wire.Confirm(LEASE)) == wire.LeaseAnswer(wire.LeaseState.HELD)
+
+
+def test_an_error_of_the_other_side_arrives_as_an_error(serve):
+    def refuse(question):
+        raise PeerError("still starting")
+
+    with (
+        ControlClient("127.0.0.1", serve(refuse).port, 5) as client,
+        pytest.raises(PeerError, match="still starting"),
+    ):
+        client.ask(wire.GetManifest())
+
+
+def test_a_bug_of_the_other_side_is_answered_and_the_next_question_works(serve):
+    answers = iter([ZeroDivisionError("oops"), None])
+
+    def answer(question):
+        if error := next(answers):
+            raise error
+        return held(question)
+
+    with ControlClient("127.0.0.1", serve(answer).port, 5) as client:
+        with pytest.raises(PeerError, match="oops"):
+            client.ask(wire.Confirm(LEASE))
+        assert client.ask(wire.Confirm(LEASE)) == wire.LeaseAnswer(wire.LeaseState.HELD)
+
+
+def test_a_late_answer_is_not_taken_for_the_next_questions(serve):
+    release, states = threading.Event(), iter([wire.LeaseState.EXPIRED, wire.LeaseState.HELD])
+
+    def slow_once(question):
+        state = next(states)
+        if state is wire.LeaseState.EXPIRED:
+            release.wait(5)
+        return wire.LeaseAnswer(state)
+
+    with ControlClient("127.0.0.1", serve(slow_once).port, 0.3) as client:
+        with pytest.raises(PeerError, match=r"no answer.*within 0\.3 s"):
+            client.ask(wire.Confirm(LEASE))
+        release.set()
+        for _ in range(20):  # the first answer may still be on its way
+            try:
+                assert client.ask(wire.Confirm(LEASE)).state is wire.LeaseState.HELD
+            except (PeerError, StopIteration):
+                continue
+            break
+        else:
+            pytest.fail("no second answer")
+
+
+def test_nobody_there_is_an_error_in_time():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    with ControlClient("127.0.0.1", port, 0.2) as client, pytest.raises(PeerError, match=str(port)):
+        client.ask(wire.GetManifest())
+
+
+def test_garbage_is_answered_with_an_error_and_the_server_lives_on(serve):
+    server = serve(held)
+    context = zmq.Context()
+    for garbage in (b"", b"garbage", wire.MAGIC + b"\x01" + b"\xc1" * 20, bytes(60_000)):
+        raw = context.socket(zmq.REQ)
+        raw.setsockopt(zmq.LINGER, 0)
+        raw.connect(f"tcp://127.0.0.1:{server.port}")
+        raw.send(garbage)
+        assert raw.poll(5000)
+        assert isinstance(wire.decode_answer(raw.recv()), wire.ErrorAnswer)
+        raw.close()
+    context.destroy(linger=0)
+    with ControlClient("127.0.0.1", server.port, 5) as client:
+        assert client.ask(wire.Confirm(LEASE)) == wire.LeaseAnswer(wire.LeaseState.HELD)
+
+
+def test_a_busy_port_is_one_clear_error(serve):
+    server = serve(held)
+    with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{server.port}"):
+        ControlServer("127.0.0.1", server.port, held)
+
+
+def test_a_closed_server_frees_its_port(serve):
+    server = serve(held)
+    server.close()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", server.port))

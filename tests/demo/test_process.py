@@ -1,0 +1,130 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from kvpp_connect.demo.process import ServerError, ServerProcess, session_members
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60)]
+
+
+@pytest.fixture
+def start(fake, tmp_path):
+    """Starts a fake server; all are stopped after the test."""
+    started = []
+
+    def run(**options):
+        launch = fake(pids=tmp_path / "pids", **options)
+        process = ServerProcess(launch, log_path=tmp_path / "server.log")
+        started.append(process)
+        process.start()
+        return process
+
+    yield run
+    for process in started:
+        process.stop(grace_s=0.1)
+
+
+def test_stop_ends_an_obedient_server_and_may_be_repeated(
+    start, tmp_path, read_pids, wait_until_dead
+):
+    process = start()
+    pids = read_pids(tmp_path / "pids", 1)
+    assert process.exit_code() is None
+    assert process.members() == tuple(pids)
+    process.stop()
+    process.stop()
+    assert process.pid is None
+    assert process.exit_code() == -signal.SIGTERM
+    assert wait_until_dead(pids, 0) == []
+
+
+def test_a_server_that_was_never_started_can_be_stopped(fake, tmp_path):
+    ServerProcess(fake(), log_path=tmp_path / "x.log").stop()
+
+
+def test_a_server_that_ignores_sigterm_is_killed_within_the_grace(
+    start, tmp_path, read_pids, wait_until_dead
+):
+    process = start(term="ignore")
+    pids = read_pids(tmp_path / "pids", 1)
+    begin = time.monotonic()
+    process.stop(grace_s=0.5)
+    assert 0.5 <= time.monotonic() - begin < 3
+    assert process.exit_code() == -signal.SIGKILL
+    assert wait_until_dead(pids, 0) == []
+
+
+@pytest.mark.parametrize("mode", ["ok", "crash"])
+def test_children_that_outlive_the_server_are_killed_too(
+    start, tmp_path, read_pids, wait_until_dead, mode
+):
+    process = start(mode=mode, child=1)
+    pids = read_pids(tmp_path / "pids", 2)
+    assert len(pids) == 2
+    process.stop(grace_s=20)
+    assert wait_until_dead(pids, 0) == []
+
+
+def test_an_early_end_is_reported_with_exit_code_root_cause_and_log(start):
+    process = start(mode="crash")
+    while process.exit_code() is None:
+        time.sleep(0.02)
+    with pytest.raises(ServerError) as caught:
+        process.check_running()
+    error = caught.value
+    assert str(error) == "fake: ended with exit code 7: RuntimeError: no such layout"
+    assert "WorkerProc initialization failed" in error.log_tail
+    assert error.log_path == process.log_path
+
+
+def test_a_server_killed_by_a_signal_is_reported_with_the_signal(start, tmp_path, read_pids):
+    process = start(mode="silent")
+    (pid,) = read_pids(tmp_path / "pids", 1)
+    os.kill(pid, signal.SIGKILL)
+    while process.exit_code() is None:
+        time.sleep(0.02)
+    with pytest.raises(ServerError, match="killed by signal 9"):
+        process.check_running()
+
+
+def test_a_server_ends_when_the_process_that_started_it_is_killed(
+    fake, tmp_path, read_pids, wait_until_dead
+):
+    launch = fake(pids=tmp_path / "pids")
+    code = (
+        "import sys, time; from pathlib import Path\n"
+        "from kvpp_connect.demo.process import Launch, ServerProcess\n"
+        f"launch = Launch(name='x', argv={launch.argv!r}, port={launch.port})\n"
+        f"ServerProcess(launch, log_path=Path({str(tmp_path / 'x.log')!r})).start()\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code]) as parent:
+        pids = read_pids(tmp_path / "pids", 1)
+        parent.kill()
+    assert wait_until_dead(pids) == []
+
+
+def test_session_members_sees_this_process_and_no_strangers():
+    members = session_members(os.getsid(0))
+    assert os.getpid() in members
+    assert session_members(2**22 + 1) == ()
+
+
+def test_scratch_files_named_in_the_log_are_removed(start, fake, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    launch = fake(pids=tmp_path / "pids", mode="ok")
+    launch = type(launch)(
+        name=launch.name, argv=launch.argv, port=launch.port, scratch_pattern=r"fake_scratch_\d+"
+    )
+    process = ServerProcess(launch, log_path=tmp_path / "server.log")
+    process.start()
+    (tmp_path / "fake_scratch_0123-left").touch()
+    (tmp_path / "other").touch()
+    while "fake_scratch" not in process.log_path.read_text():
+        time.sleep(0.02)
+    process.stop()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "pids", "server.log"]

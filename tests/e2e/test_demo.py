@@ -1,0 +1,29 @@
+"""``kvpp demo`` as a newcomer runs it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+
+def test_the_demo_is_identical_on_every_row(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "kvpp_connect.cli.main", "demo", "--json", "--log-dir", tmp_path],
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-5000:]
+    report = json.loads(done.stdout)
+    assert report["ok"]
+    assert [row["name"] for row in report["rows"]] == ["plain", "kvpp", "pd"]
+    for row in report["rows"]:
+        assert row["identical"] == row["requests"] == 12
+    pd = report["rows"][2]
+    assert pd["pulled_bytes"] == pd["logical_bytes"] > 0
+    for row in report["rows"][1:]:
+        assert row["kv_cache_ratio"] == pytest.approx(row["kv_cache_ratio_formula"], rel=1e-2)

@@ -1,0 +1,147 @@
+"""P/D through real Mooncake: P with KVPP on two ranks, D without KVPP on one and on two."""
+
+import time
+
+import pytest
+from e2e_tools import decode, post, prefill, wait_for
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+
+TOKEN_BYTES = 6 * 576 * 4
+LEASE_S = 20
+
+
+def kv(role, **extra):
+    return {
+        "kv_connector": "MooncakeConnectorV2",
+        "kv_connector_module_path": "kvpp_connect.connectors",
+        "kv_role": role,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"control_timeout_s": 2, "failed_read_hold_s": 1, **extra},
+    }
+
+
+@pytest.fixture(scope="module")
+def nodes(describe, run_servers):
+    with run_servers(
+        describe("p", 2, kvpp=True, kv=kv("kv_producer", lease_s=LEASE_S)),
+        describe("d1", 1, kv=kv("kv_consumer")),
+        describe("d2", 2, kv=kv("kv_consumer")),
+    ) as clients:
+        yield clients
+
+
+def count(client, *names):
+    found = client.counters([f"vllm:kvpp_{name}_total" for name in names])
+    return [found.get(f"vllm:kvpp_{name}_total", 0) for name in names]
+
+
+def fresh(prompt, number):
+    """The same prompt with another first token, so that no prefix cache knows it."""
+    return [5 + number, *prompt[1:]]
+
+
+@pytest.mark.parametrize(("name", "copies"), [("d1", 1), ("d2", 2)])
+def test_the_tokens_are_those_of_plain_vllm_and_each_rank_pulls_the_prompt_once(
+    nodes, name, copies, prompts, plain_tokens
+):
+    d = nodes[name]
+    before = count(d, "pull_bytes", "pull_tokens", "pull_failures")
+    for prompt, expected in zip(prompts, plain_tokens, strict=True):
+        assert decode(d, prompt, prefill(nodes["p"], prompt)) == expected
+    # The first prompt leaves its 300 common tokens in D's prefix cache: 18 whole blocks.
+    tokens = sum(len(p) for p in prompts) - 288 * (len(prompts) - 1)
+
+    def pulled():
+        now = count(d, "pull_bytes", "pull_tokens", "pull_failures")
+        difference = [a - b for a, b in zip(now, before, strict=True)]
+        return difference if difference[1] >= tokens else None
+
+    assert wait_for(pulled) == [tokens * TOKEN_BYTES * copies, tokens, 0]
+
+
+def test_one_done_per_request_frees_the_blocks_on_p(nodes, prompts, plain):
+    p = nodes["p"]
+    before = count(p, "leases_granted", "leases_released", "leases_expired")
+    for number in range(3):
+        prompt = fresh(prompts[0], number)
+        decode(nodes["d2"], prompt, prefill(p, prompt))
+
+    def settled():
+        now = count(p, "leases_granted", "leases_released", "leases_expired")
+        return [a - b for a, b in zip(now, before, strict=True)] == [3, 3, 0]
+
+    wait_for(settled)
+    assert wait_for(lambda: p.counters(["vllm:kv_cache_usage_perc"])) == {
+        "vllm:kv_cache_usage_perc": 0.0
+    }
+
+
+def test_a_reader_that_never_comes_is_forgotten_after_the_lease(nodes, prompts, plain):
+    p = nodes["p"]
+    prompt = fresh(prompts[1], 10)
+    params = prefill(p, prompt)
+    (before,) = count(p, "leases_expired")
+    wait_for(lambda: count(p, "leases_expired")[0] > before, timeout_s=LEASE_S + 30)
+    # Too late: the blocks may belong to somebody else. D computes the prompt itself.
+    expected = plain.complete(prompt, max_tokens=12).token_ids
+    (failures,) = count(nodes["d1"], "pull_failures")
+    assert decode(nodes["d1"], prompt, params) == expected
+    wait_for(lambda: count(nodes["d1"], "pull_failures")[0] == failures + 1)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"remote_port": 1},
+        {"remote_block_ids": [0]},
+        {"remote_block_ids": [10**6] * 64},
+        {"remote_host": 5},
+        {"kvpp_connect": None},
+    ],
+)
+def test_a_handover_that_cannot_be_used_ends_in_a_recompute(nodes, prompts, plain, damage):
+    prompt = fresh(prompts[2], 20)
+    params = prefill(nodes["p"], prompt) | damage
+    expected = plain.complete(prompt, max_tokens=12).token_ids
+    assert decode(nodes["d1"], prompt, params) == expected
+
+
+def test_a_handover_of_another_prompt_is_not_used(nodes, prompts, plain):
+    params = prefill(nodes["p"], fresh(prompts[3], 30))
+    other = fresh(prompts[3], 31)
+    assert decode(nodes["d1"], other, params) == plain.complete(other, max_tokens=12).token_ids
+
+
+def test_an_ordinary_request_hands_nothing_over(nodes, prompts, plain):
+    prompt = fresh(prompts[4], 40)
+    before = count(nodes["p"], "leases_granted")
+    answer = post(nodes["p"], prompt, 12)
+    assert answer.get("kv_transfer_params") is None
+    assert tuple(answer["choices"][0]["token_ids"]) == (
+        plain.complete(prompt, max_tokens=12).token_ids
+    )
+    time.sleep(1)
+    assert count(nodes["p"], "leases_granted") == before
+
+
+def test_with_the_wrong_owners_the_tokens_differ(
+    nodes, describe, run_servers, prompts, plain_tokens
+):
+    """Negative control: P publishes, for each layer, the rank that holds only scratch of it."""
+    wrong = describe("wrong", 2, kvpp=True, kv=kv("kv_producer"), switches=("wrong_owner",))
+    with run_servers(wrong) as clients:
+        answers = []
+        for number, prompt in enumerate(prompts):
+            prompt = fresh(prompt, 50 + number)
+            before = count(nodes["d1"], "pull_tokens")
+            answers.append(
+                decode(nodes["d1"], prompt, prefill(clients["wrong"], prompt))
+                != prefill_and_continue(nodes, prompt)
+            )
+            wait_for(lambda before=before: count(nodes["d1"], "pull_tokens") != before)
+        assert all(answers)
+
+
+def prefill_and_continue(nodes, prompt):
+    return tuple(post(nodes["p"], prompt, 12)["choices"][0]["token_ids"])

@@ -1,0 +1,52 @@
+"""What the e2e tests do with servers."""
+
+import time
+
+from kvpp_connect.demo.client import CompletionClient
+from kvpp_connect.demo.local_http import post_json
+
+MAX_TOKENS = 12
+
+
+def continue_all(client: CompletionClient, prompts, concurrency=4):
+    answers = client.complete_all(prompts, max_tokens=MAX_TOKENS, concurrency=concurrency)
+    return [answer.token_ids for answer in answers]
+
+
+def post(client, prompt, max_tokens, params=None, **more):
+    """One completion with ``kv_transfer_params``, as the router would send it."""
+    return post_json(
+        f"{client.url}/v1/completions",
+        {
+            "model": client.model,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "kv_transfer_params": params,
+            **more,
+        },
+        timeout_s=client.timeout_s,
+    )
+
+
+def prefill(client, prompt):
+    """Let a prefill node compute a prompt; answer its hand-over."""
+    asked = {"do_remote_decode": True, "do_remote_prefill": False}
+    return post(client, prompt, 1, asked)["kv_transfer_params"]
+
+
+def decode(client, prompt, params):
+    """Continue a handed-over prompt on a decode node."""
+    return tuple(post(client, prompt, MAX_TOKENS, params)["choices"][0]["token_ids"])
+
+
+def wait_for(condition, timeout_s=30):
+    """The condition's first true value; fails when there is none in time."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if value := condition():
+            return value
+        time.sleep(0.2)
+    raise AssertionError("the condition did not come true in time")

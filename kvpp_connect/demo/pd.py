@@ -107,7 +107,7 @@ def _measure_rows(
         for number, plan in enumerate(plans, start=1):
             progress.print(f"[{number}/{len(plans)}] {plan.title}", markup=False)
             row = runner.measure(plan)
-            progress.print(_summary(plan, row), markup=False)
+            progress.print(_summary(plan, row), markup=False, soft_wrap=True)
             yield row
 
 

@@ -1,4 +1,5 @@
 import json
+import runpy
 from pathlib import Path
 
 import pytest
@@ -51,3 +52,9 @@ def test_the_ledger_fits_the_signatures_of_each_supported_vllm(version):
         if entry.parameters is not None:
             assert tuple(fact["parameters"]) == entry.parameters, entry.target
         assert set(entry.fields) <= set(fact.get("fields", ())), entry.target
+
+
+def test_the_document_of_touchpoints_is_up_to_date():
+    root = Path(__file__).parents[2]
+    script = runpy.run_path(str(root / "scripts" / "touchpoints.py"))
+    assert (root / "docs" / "touchpoints.md").read_text() == script["render"]()

@@ -7,8 +7,10 @@ from kvpp_connect.demo.interrupt import Interrupted, SignalGuard
 
 
 @pytest.fixture(autouse=True)
-def restored_handlers():
+def known_handlers():
+    """Python's own handlers: a test run started in the background ignores SIGINT."""
     former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     for number, handler in former.items():
         signal.signal(number, handler)

@@ -5,15 +5,18 @@ does. What a rank reads has to be what the owner persisted, forward after forwar
 """
 
 import time
+from random import Random
 
 import pytest
 import torch
 import torch.distributed as dist
-from builders import bundle_stage
+from builders import bundle_stage, equal_stage
 
+from kvpp_connect.broadcast.active import ActiveBlocks
 from kvpp_connect.broadcast.collective import create_group_broadcast
 from kvpp_connect.broadcast.engine import BroadcastError, PrefetchEngine
-from kvpp_connect.layout import place_rank, plan_group
+from kvpp_connect.broadcast.payload import CompactPayload, FullPayload
+from kvpp_connect.layout import RunningScratch, place_rank, plan_group
 
 pytestmark = pytest.mark.distributed
 
@@ -35,7 +38,7 @@ def build_engine(rank, group_size, transport):
     for place in placement.components:
         if place.persistent:
             memory[place.offset : place.offset + place.size] = 0
-    return PrefetchEngine(placement, memory, transport), placement, memory
+    return PrefetchEngine(placement, FullPayload(placement, memory), transport), placement, memory
 
 
 def caches(placement, memory, ordinal):
@@ -78,6 +81,53 @@ def test_every_rank_reads_what_the_owner_persisted(spawn, free_port, world, grou
     assert all(sent + received == bundle_bytes for sent, received in counted)
     groups = world // group_size
     assert sum(sent for sent, _ in counted) == bundle_bytes * groups
+
+
+def run_compact_forwards(pipe, rank, world, port):
+    """Layers read and write the active blocks only, those in scratch by their position."""
+    transport = connect(rank, world, port, world, 60)
+    page, blocks, scratch_blocks = 64, 40, 9
+    stage = equal_stage(7, page)
+    scratch = RunningScratch(least=scratch_blocks, most=scratch_blocks)
+    placement = place_rank(plan_group(stage, world, 1, scratch), rank, blocks)
+    memory = torch.full((placement.total_bytes,), 255, dtype=torch.uint8)
+    for place in placement.components:
+        if place.persistent:
+            memory[place.offset : place.offset + place.size] = 0
+    payload = CompactPayload(placement, memory)
+    engine = PrefetchEngine(placement, payload, transport)
+    random = Random(3)
+    expected, moved = {}, 0
+    for forward in range(15):
+        ids = sorted(random.sample(range(blocks), random.randint(1, scratch_blocks)))
+        active = ActiveBlocks(torch.tensor([ids]), torch.tensor([len(ids)]), blocks)
+        payload.use(active)
+        engine.arm()
+        for ordinal in range(7):
+            engine.acquire(ordinal)
+            place = placement.components[ordinal]
+            view = memory[place.offset : place.offset + place.size].view(-1, page)
+            for position, block in enumerate(ids):
+                row = block if place.persistent else position
+                want = expected.get((ordinal, block), 0)
+                assert (view[row] == want).all(), (rank, forward, ordinal, block)
+            block = random.choice(ids)
+            row = block if place.persistent else ids.index(block)
+            value = (31 * forward + 7 * ordinal) % 200 + 1
+            view[row] = value
+            expected[ordinal, block] = value
+        engine.finish()
+        moved += len(ids) * page * 7
+    pipe.send((engine.counters.sent_bytes + engine.counters.received_bytes, moved))
+    dist.barrier()
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_compact_reads_the_same_bytes_and_moves_the_active_blocks_only(spawn, free_port, world):
+    children = [spawn(run_compact_forwards, rank, world, free_port) for rank in range(world)]
+    for child in children:
+        counted, active = child.get(90)
+        assert counted == active
 
 
 def run_until_peer_dies(pipe, rank, world, port):

@@ -21,6 +21,7 @@ from kvpp_connect.connectors.mooncake_v2.registration import (
     describe_caches,
     register_storage,
 )
+from kvpp_connect.errors import PeerError
 from kvpp_connect.layout import RankManifest
 
 pytestmark = pytest.mark.distributed
@@ -60,9 +61,9 @@ def producer_rank(pipe, rank, layers):
 class Decode:
     """The reader: caches that hold -1, and a puller."""
 
-    def __init__(self):
+    def __init__(self, wrap=lambda engine: engine):
         self.kv = make_caches(range(4), lambda layer, block: -1.0)
-        engine = MooncakeEngine("127.0.0.1", "tcp")
+        engine = wrap(MooncakeEngine("127.0.0.1", "tcp"))
         register_storage(engine, self.kv)
         self.stats = PullStats(counts_tokens=True)
         self.puller = Puller(
@@ -195,6 +196,35 @@ def test_a_dead_owner_is_a_failure_and_other_requests_go_on(make_producer, ranks
     assert not decode.pull(params, timeout_s=100)
     # The destination may be written late, so the failure is reported after the hold only.
     assert time.monotonic() - started >= 0.5
+
+
+class FailingOnce:
+    """A transfer engine whose first read of each session fails."""
+
+    def __init__(self, engine):
+        self.engine = engine
+        self.failed = set()
+
+    @property
+    def session(self):
+        return self.engine.session
+
+    def register(self, address, length_bytes):
+        self.engine.register(address, length_bytes)
+
+    def read(self, session, *lists):
+        if session not in self.failed:
+            self.failed.add(session)
+            raise PeerError("no progress")
+        self.engine.read(session, *lists)
+
+
+def test_a_read_that_fails_is_repeated_once(make_producer):
+    decode = Decode(FailingOnce)
+    assert decode.pull(make_producer().hand_over("r", PROMPT, P_BLOCKS))
+    decode.assert_pulled()
+    assert decode.stats.take()["pulls"] == 1
+    decode.puller.close()
 
 
 def test_many_requests_one_after_the_other(make_producer, decode):

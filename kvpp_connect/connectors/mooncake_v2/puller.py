@@ -127,9 +127,27 @@ class Puller:
             remote_block_ids=pull.remote.block_ids,
         )
         reads = plan_pull(manifest, self._caches, tokens, self._reader_rank)
-        peer.read_all(self._engine, reads)
+        self._read(peer, pull, reads)
         peer.confirm(pull.remote)
         return sum(r.total_bytes for r in reads), sum(len(r.lengths_bytes) for r in reads)
+
+    def _read(self, peer: "_Peer", pull: PullRequest, reads: tuple[SourceReads, ...]) -> None:
+        """Read all bytes, the failed ones once more.
+
+        Mooncake gives up on a connection without progress; a new one mostly works. As long as the
+        lease holds the bytes are the same, so a late write of the first attempt does no harm.
+        """
+        failed = peer.read_all(self._engine, reads)
+        if failed:
+            reasons = "; ".join(str(error) for error in failed.values())
+            logger.info("request %s: reading again: %s", pull.request_id, reasons)
+            try:
+                peer.confirm(pull.remote)
+            except PeerError as error:
+                raise ReadFailedError(str(error)) from error
+            failed = peer.read_all(self._engine, tuple(failed))
+        if failed:
+            raise ReadFailedError(str(next(iter(failed.values()))))
 
     @staticmethod
     def _warn(pull: PullRequest, error: Exception) -> None:
@@ -164,8 +182,10 @@ class _Peer:
             raise PeerError("the prefill engine was restarted since it computed this prompt")
         return self._manifest
 
-    def read_all(self, engine: TransferEngine, reads: tuple[SourceReads, ...]) -> None:
-        """Read from all source ranks at once; returns when none of them is under way."""
+    def read_all(
+        self, engine: TransferEngine, reads: tuple[SourceReads, ...]
+    ) -> dict[SourceReads, BaseException]:
+        """Read from all source ranks at once; returns the failed ones when none is under way."""
         if self._readers is None:
             self._readers = ThreadPoolExecutor(max_workers=8, thread_name_prefix="kvpp-read")
         running: list[Future[None]] = [
@@ -174,9 +194,8 @@ class _Peer:
             )
             for r in reads
         ]
-        failures = [error for future in running if (error := future.exception()) is not None]
-        if failures:
-            raise ReadFailedError(str(failures[0])) from failures[0]
+        outcomes = zip(reads, running, strict=True)
+        return {read: error for read, future in outcomes if (error := future.exception())}
 
     def confirm(self, remote: RemotePrefill) -> None:
         """Make sure that what was read was not overwritten meanwhile."""

@@ -10,7 +10,7 @@ from kvpp_connect.errors import ConfigError
 ENABLE_KEY = "enable_kvpp"
 OPTIONS_KEY = "kvpp"
 
-Mode = Literal["full"]
+Mode = Literal["full", "compact"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,12 +19,16 @@ class KvppConfig:
 
     Attributes:
         enabled: whether KVPP is on (``additional_config["enable_kvpp"]``).
-        mode: ``full`` broadcasts a layer's complete bundle into whole-layer scratch.
+        mode: ``full`` broadcasts a layer's complete bundle into whole-layer scratch; ``compact``
+            only the blocks of running requests, into scratch that holds no more than those.
+        running_tokens: tokens that running requests may hold at once in ``compact`` mode; empty: a
+            quarter of the cache, at least one request of maximum length.
         broadcast_timeout_s: seconds after which a broadcast that makes no progress is an error.
     """
 
     enabled: bool = False
     mode: Mode = "full"
+    running_tokens: int | None = None
     broadcast_timeout_s: float = 120.0
 
 
@@ -86,9 +90,21 @@ def _parse_options(options: Mapping[str, Any], enabled: bool) -> KvppConfig:
     mode = options.get("mode", defaults.mode)
     if mode not in get_args(Mode):
         raise ConfigError(f"{where}.mode is {mode!r}; expected one of: {', '.join(get_args(Mode))}")
+    running_tokens = options.get("running_tokens")
+    if running_tokens is not None and (
+        isinstance(running_tokens, bool)
+        or not isinstance(running_tokens, int)
+        or running_tokens < 1
+    ):
+        raise ConfigError(
+            f"{where}.running_tokens is {running_tokens!r}; expected a number of tokens"
+        )
+    if running_tokens is not None and mode != "compact":
+        raise ConfigError(f'{where}.running_tokens has a meaning with "mode": "compact" only')
     timeout = options.get("broadcast_timeout_s", defaults.broadcast_timeout_s)
     return KvppConfig(
         enabled=enabled,
         mode=mode,
+        running_tokens=running_tokens,
         broadcast_timeout_s=parse_positive_seconds(timeout, f"{where}.broadcast_timeout_s"),
     )

@@ -48,6 +48,7 @@ def _fact(tree: ast.Module, qualified: str) -> dict[str, list[str]]:
     if isinstance(node, ast.FunctionDef):
         arguments = node.args
         names = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+        names += [extra for extra in (arguments.vararg, arguments.kwarg) if extra is not None]
         return {"parameters": [argument.arg for argument in names]}
     classes = {n.name: n for n in tree.body if isinstance(n, ast.ClassDef)}
     return {"fields": _fields(node, classes)} if isinstance(node, ast.ClassDef) else {}

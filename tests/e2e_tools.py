@@ -42,7 +42,7 @@ def decode(client, prompt, params):
     return tuple(post(client, prompt, MAX_TOKENS, params)["choices"][0]["token_ids"])
 
 
-def wait_for(condition, timeout_s=30):
+def wait_for(condition, timeout_s=90):
     """The condition's first true value; fails when there is none in time."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:

@@ -34,7 +34,10 @@ def test_unknown_keys_are_refused_with_the_nearest_right_one():
     ("options", "message"),
     [
         ([], r"additional_config\.kvpp is \[\]"),
-        ({"mode": "fast"}, r"kvpp\.mode is 'fast'; expected one of: full"),
+        ({"mode": "fast"}, r"kvpp\.mode is 'fast'; expected one of: full, compact"),
+        ({"mode": "compact", "running_tokens": 0}, "running_tokens is 0"),
+        ({"mode": "compact", "running_tokens": "9"}, "running_tokens is '9'"),
+        ({"running_tokens": 9}, 'with "mode": "compact" only'),
         ({"broadcast_timeout_s": 0}, "broadcast_timeout_s is 0"),
         ({"broadcast_timeout_s": True}, "broadcast_timeout_s is True"),
         ({"broadcast_timeout_s": "9"}, "broadcast_timeout_s is '9'"),

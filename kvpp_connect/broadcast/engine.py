@@ -11,10 +11,9 @@ Not thread-safe; driven by the thread that runs the model.
 
 from dataclasses import dataclass
 
-import torch
-
 from kvpp_connect.broadcast.collective import GroupBroadcast, PendingBroadcast
-from kvpp_connect.errors import KvppError, LayoutError
+from kvpp_connect.broadcast.payload import BundlePayload
+from kvpp_connect.errors import KvppError
 from kvpp_connect.layout import RankPlacement
 
 
@@ -24,7 +23,7 @@ class BroadcastError(KvppError):
 
 @dataclass(slots=True, kw_only=True)
 class BroadcastCounters:
-    """Totals since start. ``sent_bytes`` and ``received_bytes`` count whole bundles."""
+    """Totals since start."""
 
     forwards: int = 0
     broadcasts: int = 0
@@ -33,29 +32,21 @@ class BroadcastCounters:
 
 
 class PrefetchEngine:
-    """Broadcast engine in ``full`` mode for one rank."""
+    """Broadcast engine of one rank."""
 
     def __init__(
-        self, placement: RankPlacement, memory: torch.Tensor, transport: GroupBroadcast
+        self, placement: RankPlacement, payload: BundlePayload, transport: GroupBroadcast
     ) -> None:
-        """Bind the plan to memory.
+        """Bind the plan to its bytes.
 
         Args:
             placement: where this rank's bundles lie.
-            memory: the rank's whole allocation as bytes, shape ``(placement.total_bytes,)`` or
-                longer.
+            payload: the bytes to move for each bundle.
             transport: broadcast inside the KVPP group.
         """
-        if memory.dtype not in (torch.uint8, torch.int8) or memory.dim() != 1:
-            raise LayoutError(f"expected one-dimensional bytes, got {memory.dtype} {memory.shape}")
-        if memory.numel() < placement.total_bytes:
-            raise LayoutError(
-                f"allocation of {memory.numel()} bytes on rank {placement.rank}, the placement "
-                f"needs {placement.total_bytes}"
-            )
         self._rank = placement.rank
         self._bundles = placement.bundles
-        self._views = [memory[b.offset : b.offset + b.size] for b in placement.bundles]
+        self._payload = payload
         self._names = [bundle.components[0].layer_name for bundle in placement.layout.stage.targets]
         self._transport = transport
         self._next: int | None = None
@@ -116,13 +107,13 @@ class PrefetchEngine:
         self._failure = self._failure or reason
 
     def _start(self, ordinal: int) -> None:
-        bundle, view = self._bundles[ordinal], self._views[ordinal]
-        self._pending = self._transport.start(view, bundle.owner)
+        owner, data = self._bundles[ordinal].owner, self._payload.bytes_of(ordinal)
+        self._pending = self._transport.start(data, owner)
         self.counters.broadcasts += 1
-        if bundle.owner == self._rank:
-            self.counters.sent_bytes += bundle.size
+        if owner == self._rank:
+            self.counters.sent_bytes += data.numel()
         else:
-            self.counters.received_bytes += bundle.size
+            self.counters.received_bytes += data.numel()
 
     def _where(self) -> str:
         if self._next is None:

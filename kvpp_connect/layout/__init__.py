@@ -1,6 +1,6 @@
 """Pure planning of the owner-only layout: standard library only, no device, no I/O."""
 
-from kvpp_connect.layout.budget import RankBudget, full_capacity_ratio, plan_budget
+from kvpp_connect.layout.budget import RankBudget, capacity_ratio, plan_budget
 from kvpp_connect.layout.manifest import (
     WIRE_SCHEMA,
     ComponentAddress,
@@ -18,6 +18,12 @@ from kvpp_connect.layout.placement import (
     place_rank,
     plan_group,
 )
+from kvpp_connect.layout.scratch import (
+    FullScratch,
+    RunningScratch,
+    ScratchSize,
+    running_scratch,
+)
 
 __all__ = [
     "WIRE_SCHEMA",
@@ -26,18 +32,22 @@ __all__ = [
     "ComponentAddress",
     "ComponentPlace",
     "EngineManifest",
+    "FullScratch",
     "GroupLayout",
     "LayerBundle",
     "RankBudget",
     "RankManifest",
     "RankPlacement",
+    "RunningScratch",
+    "ScratchSize",
     "StageLayers",
     "assign_owners",
+    "capacity_ratio",
     "equal_counts",
-    "full_capacity_ratio",
     "layout_digest",
     "place_rank",
     "plan_budget",
     "plan_group",
+    "running_scratch",
     "stage_layers",
 ]

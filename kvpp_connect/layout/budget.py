@@ -33,21 +33,16 @@ class RankBudget:
 def fitting_blocks(layout: GroupLayout, rank: int, memory_bytes: int) -> int:
     """Largest block count whose allocation on ``rank`` fits into ``memory_bytes``.
 
-    Bisection, because alignment makes the size of an allocation a step function of the blocks;
-    without alignment it is ``memory // (owned + drafts + 2 x largest target bundle)``.
+    Bisection, because alignment and the size of scratch make the allocation a step function of
+    the blocks; in ``full`` mode without alignment the answer is
+    ``memory // (owned + drafts + 2 x largest target bundle)``.
     """
     page_bytes = layout.rank_bytes(rank, 1)
     if page_bytes == 0:
         raise LayoutError(f"rank {rank} has no cache to allocate: the stage holds no layer")
-    # Alignment only ever adds, so the unaligned quotient bounds the answer from above.
-    unaligned = sum(
-        b.page_bytes
-        for b, owner in zip(layout.stage.targets, layout.owners, strict=True)
-        if owner == rank
-    )
-    unaligned += sum(c.page_bytes for c in layout.stage.drafts)
-    unaligned += NUM_SCRATCH_SLOTS * layout.stage.largest_target_bytes
-    low, high = 0, memory_bytes // unaligned
+    low, high = 0, 1
+    while layout.rank_bytes(rank, high) <= memory_bytes:
+        low, high = high, 2 * high
     while low < high:
         middle = (low + high + 1) // 2
         if layout.rank_bytes(rank, middle) <= memory_bytes:
@@ -85,13 +80,14 @@ def plan_budget(
     )
 
 
-def full_capacity_ratio(num_layers: int, group_size: int) -> float:
-    """Capacity of ``full`` mode over plain for equal layers: ``L / (ceil(L/K) + 2)``.
+def capacity_ratio(num_layers: int, group_size: int, scratch_share: float = 1.0) -> float:
+    """Capacity over plain for equal layers: ``L / (ceil(L/K) + 2f)``.
 
-    The two is the scratch of :mod:`kvpp_connect.layout.placement`: two whole layers per rank.
+    The two is the number of scratch slots per rank; ``scratch_share`` is f, a slot's blocks over
+    all blocks: 1 in ``full`` mode.
 
     Example:
-        >>> round(full_capacity_ratio(78, 8), 2)
-        6.5
+        >>> round(capacity_ratio(78, 8), 2), round(capacity_ratio(78, 8, 0.1), 2)
+        (6.5, 7.65)
     """
-    return num_layers / (-(-num_layers // group_size) + NUM_SCRATCH_SLOTS)
+    return num_layers / (-(-num_layers // group_size) + NUM_SCRATCH_SLOTS * scratch_share)

@@ -1,16 +1,18 @@
 """Where every cache of a stage lies in one rank's backing allocation.
 
-One rank's allocation, in this order: the bundles that it owns, the drafts, scratch slot 0,
-scratch slot 1. A bundle has the same inner arrangement in its owner's persistent range and in a
-scratch slot, so that one contiguous copy moves it.
+One rank's allocation, in this order: scratch slot 0, scratch slot 1, the bundles that it owns,
+the drafts. Scratch comes first because vLLM views every layer's cache with all its blocks: a view
+that begins in a small scratch slot then still ends inside the allocation, over bytes that the
+layer, whose block numbers stay below the slot's, never touches.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from kvpp_connect.errors import LayoutError
 from kvpp_connect.layout.model import CacheComponent, LayerBundle, StageLayers
 from kvpp_connect.layout.ownership import assign_owners
+from kvpp_connect.layout.scratch import FullScratch, ScratchSize
 
 NUM_SCRATCH_SLOTS = 2
 
@@ -25,13 +27,15 @@ class GroupLayout:
     """The plan of one KVPP group: the same object on every rank, whatever its memory.
 
     ``owners[i]`` is the rank in the group that owns ``stage.targets[i]``.
-    ``alignment_bytes`` applies to the base of every component.
+    ``alignment_bytes`` applies to the base of every component. ``scratch`` says how many blocks
+    a scratch slot holds.
     """
 
     stage: StageLayers
     group_size: int
     owners: tuple[int, ...]
     alignment_bytes: int = 1
+    scratch: ScratchSize = field(default_factory=FullScratch)
 
     def __post_init__(self) -> None:
         if len(self.owners) != len(self.stage.targets):
@@ -56,9 +60,8 @@ class GroupLayout:
 
     def rank_bytes(self, rank: int, num_blocks: int) -> int:
         """Bytes of ``rank``'s whole allocation; the budget and the placement both use this."""
-        return self.persistent_bytes(rank, num_blocks) + NUM_SCRATCH_SLOTS * self.slot_bytes(
-            num_blocks
-        )
+        slots = NUM_SCRATCH_SLOTS * self.slot_bytes(num_blocks)
+        return max(slots + self.persistent_bytes(rank, num_blocks), self._view_end(num_blocks))
 
     def persistent_bytes(self, rank: int, num_blocks: int) -> int:
         """Bytes of the bundles that ``rank`` owns and of the drafts."""
@@ -72,20 +75,42 @@ class GroupLayout:
 
     def slot_bytes(self, num_blocks: int) -> int:
         """Bytes of one scratch slot: the largest target bundle, 0 without target layers."""
-        return max((self.bundle_bytes(b, num_blocks) for b in self.stage.targets), default=0)
+        blocks = self.scratch.blocks(num_blocks)
+        return max((self.bundle_bytes(b, blocks) for b in self.stage.targets), default=0)
+
+    def _view_end(self, num_blocks: int) -> int:
+        """Where the views of all blocks end that vLLM makes of layers in scratch slot 1."""
+        blocks = self.scratch.blocks(num_blocks)
+        end = 0
+        for bundle in self.stage.targets:
+            offset = (NUM_SCRATCH_SLOTS - 1) * self.slot_bytes(num_blocks)
+            for component in bundle.components:
+                end = max(end, offset + component.page_bytes * num_blocks)
+                offset += self.component_bytes(component, blocks)
+        return end
 
 
-def plan_group(stage: StageLayers, group_size: int, alignment_bytes: int = 1) -> GroupLayout:
+def plan_group(
+    stage: StageLayers,
+    group_size: int,
+    alignment_bytes: int = 1,
+    scratch: ScratchSize | None = None,
+) -> GroupLayout:
     """Plan the ownership of a stage's target layers over a KVPP group."""
     owners = assign_owners([bundle.page_bytes for bundle in stage.targets], group_size)
     return GroupLayout(
-        stage=stage, group_size=group_size, owners=owners, alignment_bytes=alignment_bytes
+        stage=stage,
+        group_size=group_size,
+        owners=owners,
+        alignment_bytes=alignment_bytes,
+        scratch=scratch or FullScratch(),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComponentPlace:
-    """Where one component lies: ``offset`` and ``size`` in bytes of the rank's allocation.
+    """Where one component lies: ``offset`` and ``size`` in bytes of the rank's allocation, for
+    ``num_blocks`` blocks, which in scratch may be fewer than the layer has.
 
     ``persistent`` is false for a scratch slot, whose bytes belong to another layer most of the
     time: nothing but the running forward may read them.
@@ -94,16 +119,22 @@ class ComponentPlace:
     component: CacheComponent
     offset: int
     size: int
+    num_blocks: int
     persistent: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BundlePlace:
-    """Where one target bundle lies on this rank, as one contiguous range of bytes."""
+    """Where one target bundle lies on this rank, as one contiguous range of bytes.
+
+    ``slot_offset`` is the base of the scratch slot that the layer uses on the ranks that do not
+    own it; it exists on the owner as well.
+    """
 
     ordinal: int
     owner: int
     slot: int
+    slot_offset: int
     offset: int
     size: int
 
@@ -115,6 +146,7 @@ class RankPlacement:
     layout: GroupLayout
     rank: int
     num_blocks: int
+    scratch_blocks: int
     total_bytes: int
     bundles: tuple[BundlePlace, ...]
     components: tuple[ComponentPlace, ...]
@@ -140,32 +172,38 @@ def place_rank(layout: GroupLayout, rank: int, num_blocks: int) -> RankPlacement
         raise LayoutError(f"rank {rank} is outside a KVPP group of {layout.group_size} ranks")
     if num_blocks < 1:
         raise LayoutError(f"a placement needs at least one block, got {num_blocks}")
-    drafts_offset = layout.persistent_bytes(rank, num_blocks) - sum(
-        layout.component_bytes(c, num_blocks) for c in layout.stage.drafts
-    )
-    scratch_offset = layout.persistent_bytes(rank, num_blocks)
     slot_bytes = layout.slot_bytes(num_blocks)
+    scratch_blocks = layout.scratch.blocks(num_blocks)
 
     bundles: list[BundlePlace] = []
     components: list[ComponentPlace] = []
-    next_owned = 0
+    next_persistent = NUM_SCRATCH_SLOTS * slot_bytes
     for ordinal, (bundle, owner) in enumerate(
         zip(layout.stage.targets, layout.owners, strict=True)
     ):
-        size = layout.bundle_bytes(bundle, num_blocks)
-        slot = layout.slot(ordinal)
         owned = owner == rank
-        offset = next_owned if owned else scratch_offset + slot * slot_bytes
-        next_owned += size if owned else 0
+        slot = layout.slot(ordinal)
+        offset = next_persistent if owned else slot * slot_bytes
+        blocks = num_blocks if owned else scratch_blocks
+        size = layout.bundle_bytes(bundle, blocks)
+        next_persistent += size if owned else 0
         bundles.append(
-            BundlePlace(ordinal=ordinal, owner=owner, slot=slot, offset=offset, size=size)
+            BundlePlace(
+                ordinal=ordinal,
+                owner=owner,
+                slot=slot,
+                slot_offset=slot * slot_bytes,
+                offset=offset,
+                size=size,
+            )
         )
-        components += _place_run(layout, bundle.components, offset, num_blocks, owned)
-    components += _place_run(layout, layout.stage.drafts, drafts_offset, num_blocks, True)
+        components += _place_run(layout, bundle.components, offset, blocks, owned)
+    components += _place_run(layout, layout.stage.drafts, next_persistent, num_blocks, True)
     return RankPlacement(
         layout=layout,
         rank=rank,
         num_blocks=num_blocks,
+        scratch_blocks=scratch_blocks,
         total_bytes=layout.rank_bytes(rank, num_blocks),
         bundles=tuple(bundles),
         components=tuple(components),
@@ -186,6 +224,7 @@ def _place_run(
                 component=component,
                 offset=offset,
                 size=component.page_bytes * num_blocks,
+                num_blocks=num_blocks,
                 persistent=persistent,
             )
         )

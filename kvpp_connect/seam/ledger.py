@@ -127,6 +127,48 @@ LEDGER: tuple[Touchpoint, ...] = (
         why="the pipeline stage",
     ),
     Touchpoint(
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._get_slot_mappings",
+        parameters=(
+            "self",
+            "num_tokens_padded",
+            "num_reqs_padded",
+            "num_tokens_unpadded",
+            "ubatch_slices",
+        ),
+        why="compact: the first place that knows the batch's blocks; slots by layer name",
+    ),
+    Touchpoint(
+        target="vllm.v1.worker.utils:AttentionGroup",
+        fields=("backend", "layer_names", "kv_cache_spec", "kv_cache_group_id"),
+        why="compact: split into owned and scratch layers",
+    ),
+    Touchpoint(
+        target="vllm.v1.worker.utils:AttentionGroup.build_metadata",
+        parameters=(
+            "self",
+            "common_attn_metadata",
+            "ubatch_idx",
+            "common_prefix_len",
+            "kwargs",
+        ),
+        why="compact: builds the scratch half from renumbered common metadata",
+    ),
+    Touchpoint(
+        target="vllm.v1.core.block_pool:BlockPool.get_num_free_blocks",
+        parameters=("self",),
+        why="compact: what every allocation asks",
+    ),
+    Touchpoint(
+        target="vllm.v1.core.block_pool:BlockPool.get_usage",
+        parameters=("self",),
+        why="compact: counts hidden blocks as free",
+    ),
+    Touchpoint(
+        target="vllm.v1.core.block_pool:BlockPool.reset_prefix_cache",
+        parameters=("self",),
+        why="compact: hidden blocks are not in use",
+    ),
+    Touchpoint(
         target="vllm.distributed.utils:sched_yield",
         parameters=(),
         why="reads USE_SCHED_YIELD, which seam.quirks clears on request",

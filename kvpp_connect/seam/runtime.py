@@ -1,5 +1,7 @@
 """The KVPP side of one worker process: plan, budget, tensor placement, engine, layer hooks."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -9,18 +11,22 @@ from vllm.v1.kv_cache_interface import KVCacheTensor
 from kvpp_connect._log import get_logger
 from kvpp_connect.broadcast.collective import create_group_broadcast
 from kvpp_connect.broadcast.engine import PrefetchEngine
+from kvpp_connect.broadcast.payload import CompactPayload, FullPayload
 from kvpp_connect.config import KvppConfig
 from kvpp_connect.errors import LayoutError, SeamError
 from kvpp_connect.layout import (
     GroupLayout,
+    RankBudget,
     RankPlacement,
-    full_capacity_ratio,
+    ScratchSize,
+    capacity_ratio,
     layout_digest,
     place_rank,
     plan_budget,
     plan_group,
 )
 from kvpp_connect.platforms.base import Platform
+from kvpp_connect.seam.compact import CompactForward
 from kvpp_connect.seam.groups import GroupInfo, gather_in_group, world_groups
 from kvpp_connect.seam.specs import planner_block_bytes, stage_from_specs
 
@@ -31,6 +37,7 @@ if TYPE_CHECKING:
     )
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 logger = get_logger(__name__)
 
@@ -58,7 +65,7 @@ def has_history(scheduler_output: "SchedulerOutput") -> bool:
 
 
 class KvppRuntime:
-    """KVPP in one worker. Life cycle: ``budget`` -> ``rewrite`` -> ``attach`` -> forwards."""
+    """KVPP in one worker. Life cycle: ``budget`` -> ``rewrite`` -> ``attach`` -> ``forward``s."""
 
     def __init__(
         self,
@@ -66,17 +73,19 @@ class KvppRuntime:
         platform: Platform,
         specs: "dict[str, KVCacheSpec]",
         group: GroupInfo,
+        scratch: ScratchSize,
     ) -> None:
         self._config = config
         self._platform = platform
         self._group = group
         self._planner_bytes = planner_block_bytes(specs)
         self._layout = plan_group(
-            stage_from_specs(specs), group.group_size, platform.alignment_bytes
+            stage_from_specs(specs), group.group_size, platform.alignment_bytes, scratch
         )
         self._memory_bytes: int | None = None
         self._placement: RankPlacement | None = None
         self._engine: PrefetchEngine | None = None
+        self._compact: CompactForward | None = None
         _check_same_plan(self._layout, group)
 
     def budget(self, memory_bytes: int) -> int:
@@ -86,25 +95,32 @@ class KvppRuntime:
         )
         self._memory_bytes = memory_bytes
         if self._group.rank_in_group == 0:
-            num_layers = len(self._layout.stage.targets)
-            note = ""
-            if budget.capacity_ratio < 1:
-                note = "; LESS than without KVPP: too few layers for two whole-layer scratch slots"
-            logger.info(
-                "KVPP %s: stage %d, %d target layers over %d ranks, owned per rank %s, %d blocks "
-                "fit where plain vLLM has %d (x%.2f, formula x%.2f)%s",
-                self._config.mode,
-                self._group.pp_rank,
-                num_layers,
-                self._group.group_size,
-                [self._layout.owners.count(rank) for rank in range(self._group.group_size)],
-                budget.num_blocks,
-                budget.plain_blocks,
-                budget.capacity_ratio,
-                full_capacity_ratio(num_layers, self._group.group_size),
-                note,
-            )
+            self._announce(budget)
         return budget.logical_bytes
+
+    def _announce(self, budget: RankBudget) -> None:
+        layout = self._layout
+        num_layers, blocks = len(layout.stage.targets), budget.num_blocks
+        scratch_blocks = layout.scratch.blocks(blocks)
+        formula = capacity_ratio(num_layers, self._group.group_size, scratch_blocks / blocks)
+        note = ""
+        if budget.capacity_ratio < 1:
+            note = "; LESS than without KVPP: too few layers for the scratch"
+        logger.info(
+            "KVPP %s: stage %d, %d target layers over %d ranks, owned per rank %s, %d blocks fit "
+            "where plain vLLM has %d (x%.2f, formula x%.2f), scratch slots of %d blocks%s",
+            self._config.mode,
+            self._group.pp_rank,
+            num_layers,
+            self._group.group_size,
+            [layout.owners.count(rank) for rank in range(self._group.group_size)],
+            blocks,
+            budget.plain_blocks,
+            budget.capacity_ratio,
+            formula,
+            scratch_blocks,
+            note,
+        )
 
     def rewrite(self, cache_config: "KVCacheConfig", enforced_blocks: bool) -> "KVCacheConfig":
         """Replace the planner's tensor placement with this rank's.
@@ -136,7 +152,7 @@ class KvppRuntime:
             KVCacheTensor(
                 size=placement.total_bytes,
                 layers=[place.component.layer_name],
-                layer_stride=place.size,
+                layer_stride=place.component.page_bytes * blocks,
                 block_stride=place.component.page_bytes,
                 offset=place.offset,
             )
@@ -144,7 +160,7 @@ class KvppRuntime:
         ]
         return replace(cache_config, kv_cache_tensors=tensors, kv_tp_replicas=1)
 
-    def attach(self, layers: "dict[str, MLAAttention]") -> None:
+    def attach(self, layers: "dict[str, MLAAttention]", runner: "GPUModelRunner") -> None:
         """Create the engine over the allocation and hook the layers.
 
         Args:
@@ -158,26 +174,42 @@ class KvppRuntime:
             self._config.broadcast_timeout_s,
         )
         memory = _allocation(placement, layers)
-        self._engine = PrefetchEngine(placement, memory, transport)
+        if self._config.mode == "compact":
+            payload = CompactPayload(placement, memory)
+            self._engine = PrefetchEngine(placement, payload, transport)
+            _narrow_to_scratch(placement, layers)
+            self._compact = CompactForward(placement, payload, self._engine, runner)
+        else:
+            self._engine = PrefetchEngine(placement, FullPayload(placement, memory), transport)
         for ordinal, bundle in enumerate(placement.layout.stage.targets):
             _hook_layer(layers[bundle.components[0].layer_name], self._engine, ordinal)
 
-    def begin_forward(self, scheduler_output: "SchedulerOutput") -> bool:
-        """Start the first broadcast if this forward has history; answer whether it has."""
-        if self._engine is None or not has_history(scheduler_output):
-            return False
-        self._engine.arm()
-        return True
+    @contextmanager
+    def forward(self, scheduler_output: "SchedulerOutput") -> Iterator[None]:
+        """Surround the model runner's step: broadcasts if it has history.
 
-    def end_forward(self) -> None:
-        """Check that every layer took its turn."""
-        assert self._engine is not None
-        self._engine.finish()
-
-    def abandon(self, error: BaseException) -> None:
-        """The forward failed between ``begin_forward`` and ``end_forward``."""
-        assert self._engine is not None
-        self._engine.abandon(f"the forward failed: {error}")
+        Raises:
+            BroadcastError: a broadcast failed, or a layer did not take its turn.
+        """
+        engine = self._engine
+        assert engine is not None, "a forward comes after attach"
+        history = has_history(scheduler_output)
+        if self._compact is not None:
+            # Armed by CompactForward, as soon as the runner knows the batch's blocks.
+            self._compact.open(history=history)
+        elif history:
+            engine.arm()
+        try:
+            yield
+        except BaseException as error:
+            if history:
+                engine.abandon(f"the forward failed: {error}")
+            raise
+        finally:
+            if self._compact is not None:
+                self._compact.close()
+        if history:
+            engine.finish()
 
 
 def _check_same_plan(layout: GroupLayout, group: GroupInfo) -> None:
@@ -206,6 +238,14 @@ def _allocation(placement: RankPlacement, layers: "dict[str, MLAAttention]") -> 
                 f"KVPP: vLLM bound the cache of {name} at byte {offset}, planned {place.offset}"
             )
     return memory
+
+
+def _narrow_to_scratch(placement: RankPlacement, layers: "dict[str, MLAAttention]") -> None:
+    """Cut the views of layers in scratch to the slot's blocks: beyond them lie other caches."""
+    for place in placement.components:
+        if not place.persistent:
+            layer = layers[place.component.layer_name]
+            layer.kv_cache = layer.kv_cache[: place.num_blocks]
 
 
 def _hook_layer(layer: "MLAAttention", engine: PrefetchEngine, ordinal: int) -> None:

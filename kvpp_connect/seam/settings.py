@@ -6,13 +6,37 @@ Each check names the setting and the way out.
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvpp_connect.config import KvppConfig
 from kvpp_connect.errors import ConfigError
+from kvpp_connect.layout import FullScratch, ScratchSize, running_scratch
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 SUPPORTED_CONNECTORS = ("MooncakeConnectorV2",)
 CONNECTOR_MODULE = "kvpp_connect.connectors"
+
+
+def scratch_size(vllm_config: "VllmConfig", config: KvppConfig) -> ScratchSize:
+    """Size of scratch, the same in workers and scheduler.
+
+    Raises:
+        ConfigError: a request of maximum length does not fit into the running tokens.
+    """
+    if config.mode == "full":
+        return FullScratch()
+    model = vllm_config.model_config
+    if model.original_max_model_len == -1 and config.running_tokens is None:
+        raise ConfigError(
+            "enable_kvpp: --max-model-len auto is not known when scratch is sized. Set "
+            "additional_config.kvpp.running_tokens, or a number for --max-model-len"
+        )
+    return running_scratch(
+        block_tokens=vllm_config.cache_config.block_size,
+        max_model_tokens=model.max_model_len,
+        max_requests=vllm_config.scheduler_config.max_num_seqs,
+        running_tokens=config.running_tokens,
+    )
 
 
 def check_supported(vllm_config: "VllmConfig") -> None:

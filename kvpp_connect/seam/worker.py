@@ -7,6 +7,7 @@ from kvpp_connect.errors import ConfigError
 from kvpp_connect.platforms.base import select_platform
 from kvpp_connect.seam.groups import group_info
 from kvpp_connect.seam.runtime import KvppRuntime
+from kvpp_connect.seam.settings import scratch_size
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -19,6 +20,7 @@ class KvppWorkerMixin:
 
     # What vLLM's Worker provides; declared for the type checker only.
     vllm_config: Any
+    model_runner: Any
     _kvpp: KvppRuntime | None = None
 
     def _kvpp_runtime(self) -> KvppRuntime:
@@ -26,7 +28,8 @@ class KvppWorkerMixin:
             config = parse_additional_config(self.vllm_config.additional_config)
             platform = select_platform(self.vllm_config.device_config.device_type)
             specs = self.get_kv_cache_spec()  # type: ignore[attr-defined]
-            self._kvpp = KvppRuntime(config, platform, specs, group_info())
+            scratch = scratch_size(self.vllm_config, config)
+            self._kvpp = KvppRuntime(config, platform, specs, group_info(), scratch)
         return self._kvpp
 
     def determine_available_memory(self) -> int:
@@ -47,20 +50,14 @@ class KvppWorkerMixin:
         override = cache.num_gpu_blocks_override is not None
         placed = runtime.rewrite(kv_cache_config, override)
         super().initialize_from_config(placed)  # type: ignore[misc]
-        runtime.attach(self.vllm_config.compilation_config.static_forward_context)
+        runtime.attach(
+            self.vllm_config.compilation_config.static_forward_context,
+            self.model_runner,
+        )
 
     def execute_model(
         self, scheduler_output: "SchedulerOutput"
     ) -> "ModelRunnerOutput | AsyncModelRunnerOutput | None":
-        """Run a forward between the engine's beginning and end."""
-        runtime = self._kvpp_runtime()
-        broadcasts = runtime.begin_forward(scheduler_output)
-        try:
-            output = super().execute_model(scheduler_output)  # type: ignore[misc]
-        except BaseException as error:
-            if broadcasts:
-                runtime.abandon(error)
-            raise
-        if broadcasts:
-            runtime.end_forward()
-        return output
+        """Run a step inside the engine's forward."""
+        with self._kvpp_runtime().forward(scheduler_output):
+            return super().execute_model(scheduler_output)  # type: ignore[misc]

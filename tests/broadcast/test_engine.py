@@ -5,6 +5,7 @@ import torch
 from builders import bundle_stage, equal_stage
 
 from kvpp_connect.broadcast.engine import BroadcastError, PrefetchEngine
+from kvpp_connect.broadcast.payload import FullPayload
 from kvpp_connect.errors import LayoutError, PeerError
 from kvpp_connect.layout import place_rank, plan_group
 
@@ -40,7 +41,11 @@ def build(rank=1, stage=None, group_size=2):
     placement = place_rank(layout, rank, BLOCKS)
     memory = torch.zeros(placement.total_bytes, dtype=torch.uint8)
     transport = NotingTransport()
-    return PrefetchEngine(placement, memory, transport), transport, placement
+    return (
+        PrefetchEngine(placement, FullPayload(placement, memory), transport),
+        transport,
+        placement,
+    )
 
 
 def test_a_forward_is_one_layer_ahead_and_never_two():
@@ -137,6 +142,6 @@ def test_memory_that_does_not_hold_the_placement_is_refused():
     placement = place_rank(layout, 0, BLOCKS)
     short = torch.zeros(placement.total_bytes - 1, dtype=torch.uint8)
     with pytest.raises(LayoutError, match=f"needs {placement.total_bytes}"):
-        PrefetchEngine(placement, short, NotingTransport())
+        FullPayload(placement, short)
     with pytest.raises(LayoutError, match="bytes"):
-        PrefetchEngine(placement, torch.zeros(999), NotingTransport())
+        FullPayload(placement, torch.zeros(999))

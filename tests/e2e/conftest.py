@@ -37,9 +37,12 @@ def logs(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def describe(model):
-    """Describes a server that keeps chunked prefill and prefix caching, in small chunks."""
+    """Describes a server that keeps chunked prefill and prefix caching, in small chunks.
 
-    def build(name, ranks=1, *, kvpp=False, kv=None, switches=(), args=(), cache_bytes=60_000_000):
+    ``kvpp`` holds KVPP's options; without it KVPP is off.
+    """
+
+    def build(name, ranks=1, *, kvpp=None, kv=None, switches=(), args=(), cache_bytes=60_000_000):
         return VllmServer(
             name=name,
             model=model,
@@ -48,7 +51,7 @@ def describe(model):
             kv_cache_bytes=cache_bytes,
             max_model_tokens=1024,
             max_requests=4,
-            additional_config={"enable_kvpp": True} if kvpp else None,
+            additional_config={"enable_kvpp": True, "kvpp": kvpp} if kvpp is not None else None,
             kv_transfer_config=kv,
             env=with_equipment(chunked=1, **dict.fromkeys(switches, 1)),
             extra_args=("--max-num-batched-tokens", "128", *args),

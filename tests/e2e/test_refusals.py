@@ -14,13 +14,13 @@ def refusal(describe, run_servers, name, **settings):
 
 
 def test_a_group_of_one_rank(describe, run_servers):
-    text = refusal(describe, run_servers, "alone", ranks=1, kvpp=True)
+    text = refusal(describe, run_servers, "alone", ranks=1, kvpp={})
     assert "the KVPP group (tensor parallel x prefill context parallel) has 1 rank" in text
 
 
 def test_a_connector_that_does_not_know_owners(describe, run_servers):
     kv = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
-    text = refusal(describe, run_servers, "stranger", ranks=2, kvpp=True, kv=kv)
+    text = refusal(describe, run_servers, "stranger", ranks=2, kvpp={}, kv=kv)
     assert "connector 'ExampleConnector' does not know" in text
 
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpp_connect.errors import LayoutError
-from kvpp_connect.layout import full_capacity_ratio, place_rank, plan_budget, plan_group
+from kvpp_connect.layout import capacity_ratio, place_rank, plan_budget, plan_group
 from kvpp_connect.layout.budget import fitting_blocks
 
 PAGE = 36_864  # 16 tokens x 576 values x 4 bytes
@@ -29,12 +29,12 @@ def test_drafts_and_the_largest_bundle_count_by_hand():
 
 def test_few_layers_can_lose_capacity():
     # 3 layers over 2 ranks: (2 + 2) pages a block instead of 3.
-    assert full_capacity_ratio(3, 2) == 0.75
+    assert capacity_ratio(3, 2) == 0.75
 
 
 def test_the_formula_of_the_design():
-    assert full_capacity_ratio(78, 8) == 6.5
-    assert round(full_capacity_ratio(6, 2), 2) == 1.2
+    assert capacity_ratio(78, 8) == 6.5
+    assert round(capacity_ratio(6, 2), 2) == 1.2
 
 
 def test_no_block_at_all_is_an_error_with_the_bytes_needed():

@@ -92,9 +92,9 @@ def test_a_worked_example_by_hand():
     # 3 layers of 10 bytes a block over 2 ranks, 4 blocks: rank 0 owns layers 0 and 1.
     placement = place_rank(plan_group(equal_stage(3, 10), 2), 1, 4)
     assert [(b.owner, b.offset, b.size) for b in placement.bundles] == [
-        (0, 40, 40),  # scratch slot 0, behind the one owned bundle
-        (0, 80, 40),  # scratch slot 1
-        (1, 0, 40),
+        (0, 0, 40),  # scratch slot 0
+        (0, 40, 40),  # scratch slot 1
+        (1, 80, 40),  # the one owned bundle
     ]
     assert placement.total_bytes == 120
     assert placement.persistent_layers == {"model.layers.2.self_attn.c0"}

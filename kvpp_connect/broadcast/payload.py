@@ -1,0 +1,102 @@
+"""Which bytes of a bundle are broadcast."""
+
+from typing import Protocol
+
+import torch
+
+from kvpp_connect.broadcast.active import ActiveBlocks
+from kvpp_connect.errors import LayoutError
+from kvpp_connect.layout import RankPlacement
+
+
+class BundlePayload(Protocol):
+    """Gives the engine one contiguous byte tensor for each bundle, when its turn comes."""
+
+    def bytes_of(self, ordinal: int) -> torch.Tensor:
+        """Bytes of the ``ordinal``-th bundle: the source on its owner, the target elsewhere.
+
+        They are not used for anything else until the bundle's broadcast is over.
+        """
+        ...
+
+
+class FullPayload:
+    """The complete bundle: all components, all blocks."""
+
+    def __init__(self, placement: RankPlacement, memory: torch.Tensor) -> None:
+        """Bind the plan to memory.
+
+        Args:
+            memory: the rank's allocation as bytes, at least ``placement.total_bytes`` of them.
+        """
+        check_memory(placement, memory)
+        self._views = [memory[b.offset : b.offset + b.size] for b in placement.bundles]
+
+    def bytes_of(self, ordinal: int) -> torch.Tensor:
+        """The whole bundle where it lies."""
+        return self._views[ordinal]
+
+
+class CompactPayload:
+    """The active blocks of a bundle, one after the other.
+
+    The owner gathers them into its own scratch slot, which is free because it owns the layer; on
+    the other ranks the broadcast fills the same slot. No staging buffer and no unused byte.
+    """
+
+    def __init__(self, placement: RankPlacement, memory: torch.Tensor) -> None:
+        """Bind the plan to memory.
+
+        Raises:
+            LayoutError: a bundle has several components, whose blocks would not lie together.
+        """
+        check_memory(placement, memory)
+        self._placement = placement
+        self._memory = memory
+        self._active: ActiveBlocks | None = None
+        self._pages: list[int] = []
+        for bundle in placement.layout.stage.targets:
+            if len(bundle.components) != 1:
+                raise LayoutError(
+                    f"compact mode: layer {bundle.layer_index} has {len(bundle.components)} "
+                    "cache components, this version of kvpp-connect supports one"
+                )
+            self._pages.append(bundle.page_bytes)
+
+    def use(self, active: ActiveBlocks) -> None:
+        """Set the blocks of the coming forward.
+
+        Raises:
+            LayoutError: more blocks than a slot holds; the scheduler should not have let them in.
+        """
+        if len(active) > self._placement.scratch_blocks:
+            raise LayoutError(
+                f"KVPP rank {self._placement.rank}: the forward uses {len(active)} blocks, scratch "
+                f"holds {self._placement.scratch_blocks}"
+            )
+        self._active = active
+
+    def bytes_of(self, ordinal: int) -> torch.Tensor:
+        """The active blocks in the bundle's scratch slot, gathered there on the owner."""
+        assert self._active is not None, "use() comes before the forward"
+        bundle, page = self._placement.bundles[ordinal], self._pages[ordinal]
+        slot = self._memory[bundle.slot_offset : bundle.slot_offset + len(self._active) * page]
+        if bundle.owner == self._placement.rank:
+            blocks = self._memory[bundle.offset : bundle.offset + self._placement.num_blocks * page]
+            torch.index_select(blocks.view(-1, page), 0, self._active.ids, out=slot.view(-1, page))
+        return slot
+
+
+def check_memory(placement: RankPlacement, memory: torch.Tensor) -> None:
+    """Refuse memory that does not hold the placement.
+
+    Raises:
+        LayoutError: not one-dimensional bytes, or too few of them.
+    """
+    if memory.dtype not in (torch.uint8, torch.int8) or memory.dim() != 1:
+        raise LayoutError(f"expected one-dimensional bytes, got {memory.dtype} {memory.shape}")
+    if memory.numel() < placement.total_bytes:
+        raise LayoutError(
+            f"allocation of {memory.numel()} bytes on rank {placement.rank}, the placement "
+            f"needs {placement.total_bytes}"
+        )

@@ -1,0 +1,157 @@
+"""Compact mode inside vLLM's model runner: scratch layers see positions instead of block ids.
+
+vLLM keys slot mappings by layer name and builds attention metadata per attention group. So the
+runner's attention group is split in two, layers that this rank owns and layers in scratch, and the
+second one's metadata is built from renumbered common metadata, whatever the backend.
+"""
+
+from copy import copy
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.worker.utils import AttentionGroup
+
+from kvpp_connect.broadcast.active import ActiveBlocks
+from kvpp_connect.broadcast.engine import PrefetchEngine
+from kvpp_connect.broadcast.payload import CompactPayload
+from kvpp_connect.errors import SeamError
+from kvpp_connect.layout import RankPlacement
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.v1.attention.backend import AttentionMetadata, CommonAttentionMetadata
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+
+class CompactForward:
+    """One worker's compact mode. ``open`` -> the runner prepares its batch -> ``close``."""
+
+    def __init__(
+        self,
+        placement: RankPlacement,
+        payload: CompactPayload,
+        engine: PrefetchEngine,
+        runner: "GPUModelRunner",
+    ) -> None:
+        """Split the runner's attention group and take over its slot mappings."""
+        self._placement = placement
+        self._payload = payload
+        self._engine = engine
+        self._runner = runner
+        self._scratch_layers = frozenset(
+            place.component.layer_name for place in placement.components if not place.persistent
+        )
+        self._open = False
+        self._history = False
+        self.active: ActiveBlocks | None = None
+        self.block_tokens = _block_tokens(runner, placement)
+        self._split_groups()
+        self._original_slot_mappings = runner._get_slot_mappings  # noqa: SLF001 - in the ledger
+        runner._get_slot_mappings = self._get_slot_mappings  # noqa: SLF001 - in the ledger
+
+    def open(self, *, history: bool) -> None:
+        """A step of real requests begins; dummy runs happen outside of steps."""
+        self._open, self._history, self.active = True, history, None
+
+    def close(self) -> None:
+        """The step is over."""
+        self._open, self.active = False, None
+
+    def _get_slot_mappings(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ANN401
+        by_group, by_layer = self._original_slot_mappings(*args, **kwargs)
+        if not self._open or by_layer is None:
+            return by_group, by_layer
+        if not isinstance(by_layer, dict):
+            raise SeamError("KVPP compact: slot mappings of micro-batches are not supported")
+        self.active = self._collect_active()
+        self._payload.use(self.active)
+        if self._history:
+            self._engine.arm()
+        renumbered: dict[int, torch.Tensor] = {}
+        for name in self._scratch_layers & by_layer.keys():
+            slots = by_layer[name]
+            if id(slots) not in renumbered:
+                renumbered[id(slots)] = self.active.renumber_slots(slots, self.block_tokens)
+            by_layer[name] = renumbered[id(slots)]
+        return by_group, by_layer
+
+    def _collect_active(self) -> ActiveBlocks:
+        batch = self._runner.input_batch
+        requests = batch.num_reqs
+        tokens = self._runner.optimistic_seq_lens_cpu[:requests]
+        blocks_used = (tokens + self.block_tokens - 1) // self.block_tokens
+        table = batch.block_table[0].get_device_tensor(requests)
+        return ActiveBlocks(table, blocks_used, self._placement.num_blocks)
+
+    def _split_groups(self) -> None:
+        runner = self._runner
+        for group_id, groups in enumerate(runner.attn_groups):
+            split: list[AttentionGroup] = []
+            for group in groups:
+                here = [n for n in group.layer_names if n not in self._scratch_layers]
+                scratch = [n for n in group.layer_names if n in self._scratch_layers]
+                if here:
+                    group.layer_names = here
+                    split.append(group)
+                if scratch:
+                    split.append(self._scratch_group(group, scratch, group_id))
+            runner.attn_groups[group_id] = split
+
+    def _scratch_group(
+        self, group: AttentionGroup, names: list[str], group_id: int
+    ) -> "_ScratchGroup":
+        made = _ScratchGroup(
+            backend=group.backend,
+            layer_names=names,
+            kv_cache_spec=group.kv_cache_spec,
+            kv_cache_group_id=group.kv_cache_group_id,
+            owner=self,
+        )
+        runner = self._runner
+        made.create_metadata_builders(
+            runner.vllm_config,
+            runner.device,
+            runner._kernel_block_sizes[group_id],  # noqa: SLF001 - in the ledger
+        )
+        for builder in made.metadata_builders:
+            # Else vLLM derives the metadata from the other half's, with that half's block table.
+            builder.supports_update_block_table = False
+        return made
+
+
+@dataclass
+class _ScratchGroup(AttentionGroup):
+    """An attention group whose metadata is built from renumbered common metadata."""
+
+    owner: CompactForward | None = field(default=None, kw_only=True)
+
+    def build_metadata(
+        self,
+        common_attn_metadata: "CommonAttentionMetadata",
+        ubatch_idx: int = 0,
+        common_prefix_len: int = 0,
+        **kwargs: Any,  # noqa: ANN401 - passed through
+    ) -> "AttentionMetadata":
+        assert self.owner is not None
+        active = self.owner.active
+        if active is not None:
+            renumbered = copy(common_attn_metadata)
+            renumbered.block_table_tensor = active.renumber_table(renumbered.block_table_tensor)
+            renumbered.slot_mapping = active.renumber_slots(
+                renumbered.slot_mapping, self.owner.block_tokens
+            )
+            common_attn_metadata = renumbered
+        return super().build_metadata(common_attn_metadata, ubatch_idx, common_prefix_len, **kwargs)
+
+
+def _block_tokens(runner: "GPUModelRunner", placement: RankPlacement) -> int:
+    groups = runner.kv_cache_config.kv_cache_groups
+    block_tokens = groups[0].kv_cache_spec.block_size
+    kernel_tokens = runner._kernel_block_sizes[0]  # noqa: SLF001 - in the ledger
+    if kernel_tokens != block_tokens:
+        raise SeamError(
+            f"KVPP compact: the attention kernel uses blocks of {kernel_tokens} tokens, the cache "
+            f"of {block_tokens}; set --block-size {kernel_tokens} or kvpp.mode full"
+        )
+    assert placement.num_blocks == runner.kv_cache_config.num_blocks
+    return block_tokens

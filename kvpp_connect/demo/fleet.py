@@ -26,6 +26,7 @@ from kvpp_connect.errors import ConfigError
 
 _POLL_S = 0.2
 _DYING_S = 2.0
+_UNREADY_GRACE_S = 3.0
 
 
 class State(Enum):
@@ -73,6 +74,7 @@ class Fleet:
         self._log_dir = log_dir
         self._stop_grace_s = stop_grace_s
         self._processes: list[ServerProcess] = []
+        self._ready: dict[ServerProcess, RunningServer] = {}
         self._signals = SignalGuard()
 
     def __enter__(self) -> Self:
@@ -90,7 +92,7 @@ class Fleet:
         """Stop all servers, whatever happened."""
         self._signals.close()
         try:
-            stop_all(self._processes, grace_s=self._stop_grace_s)
+            stop_all({process: self._grace_s(process) for process in self._processes})
         finally:
             self._processes = []
             self._signals.leave()
@@ -148,6 +150,11 @@ class Fleet:
                 return process.error(what)
         return suspect.process.error(what)
 
+    def _grace_s(self, process: ServerProcess) -> float:
+        """A server that has never been ready has nothing to finish; vLLM ignores SIGTERM then."""
+        ready = process in self._ready
+        return self._stop_grace_s if ready else min(self._stop_grace_s, _UNREADY_GRACE_S)
+
     def _check_names(self, launches: Sequence[Launch]) -> None:
         names = [process.name for process in self._processes]
         for launch in launches:
@@ -158,7 +165,7 @@ class Fleet:
     def _wait_until_ready(
         self, fresh: list[ServerProcess], begin: float, timeout_s: float, progress: Progress
     ) -> tuple[RunningServer, ...]:
-        ready: dict[ServerProcess, RunningServer] = {}
+        ready = self._ready
         while True:
             elapsed_s = time.monotonic() - begin
             try:
@@ -173,7 +180,7 @@ class Fleet:
                 ):
                     ready[process] = RunningServer(process, time.monotonic() - begin)
             progress(_statuses(fresh, ready, elapsed_s))
-            if len(ready) == len(fresh):
+            if all(process in ready for process in fresh):
                 return tuple(ready[process] for process in fresh)
             if elapsed_s > timeout_s:
                 late = next(process for process in fresh if process not in ready)

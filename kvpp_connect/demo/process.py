@@ -1,11 +1,11 @@
 """One child process in a session of its own: start, watch, stop, prove that it is gone.
 
-The child leads a new session, so everything it starts can be found and ended without touching any
-other process, and a Ctrl-C in the terminal reaches only the parent. Linux is assumed (/proc).
-Nothing here knows what the child serves.
+The program runs below a guard (guard.py) that leads a new session, so everything it starts can be
+found and ended without touching any other process, and a Ctrl-C in the terminal reaches only the
+parent. Linux is assumed (/proc). Nothing here knows what the program serves.
 
-Threading: start() must be called from a thread that lives as long as the child is wanted, because
-the kernel ties the child to the thread that started it.
+Threading: start() must be called from a thread that lives as long as the program is wanted, because
+the kernel ties the guard to the thread that started it.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvpp_connect.demo import tied_exec
+from kvpp_connect.demo import guard
+from kvpp_connect.demo.guard import ORPHANS_END_S, is_resource_tracker, session_members
 from kvpp_connect.demo.logs import read_log, root_cause, tail
 from kvpp_connect.errors import KvppError
 
 _POLL_S = 0.05
-_ORPHAN_GRACE_S = 3.0
 _KILL_WAIT_S = 2.0
 _KILL_ATTEMPTS = 3
 
@@ -53,6 +53,7 @@ class Launch:
     env: Mapping[str, str] = field(default_factory=dict)  # on top of the parent's environment
     other_ports: tuple[int, ...] = ()  # further ports that the program will bind
     health_path: str = "/health"
+    orderly_end_s: float = 15.0  # after SIGTERM, before SIGKILL, where the parent has died
     scratch_pattern: str = ""  # regex of file names in the log that the program may leave behind
 
 
@@ -72,10 +73,11 @@ class ServerProcess:
 
     def start(self) -> None:
         """Start the program; its output goes to the log file."""
-        guard = (sys.executable, "-I", "-S", tied_exec.__file__, str(os.getpid()))
+        isolated = (sys.executable, "-I", "-S", guard.__file__)
+        settings = (str(os.getpid()), str(self.launch.orderly_end_s))
         with self.log_path.open("wb") as log:
             self._popen = subprocess.Popen(
-                [*guard, *self.launch.argv],
+                [*isolated, *settings, *self.launch.argv],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -85,13 +87,13 @@ class ServerProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id, which is also the session id; None when nothing runs any more."""
+        """Id of the guard and of the session; None when nothing runs any more."""
         return self._popen.pid if self._popen else None
 
     def exit_code(self) -> int | None:
         """Exit code of the program (negative: the signal), None while it runs.
 
-        The process is not reaped before stop(), so its id cannot be given to a stranger while
+        The guard is not reaped before stop(), so its id cannot be given to a stranger while
         members of its session are still looked for.
         """
         if self._popen is not None and self._leader_exit_code is None:
@@ -119,17 +121,26 @@ class ServerProcess:
         Raises:
             ServerError: processes survived SIGKILL.
         """
-        stop_all([self], grace_s=grace_s)
+        stop_all({self: grace_s})
 
     def members(self) -> tuple[int, ...]:
-        """Ids of the living processes of the session, the program's own included."""
+        """Ids of the living processes of the session, the guard's included."""
         return session_members(self.pid) if self.pid is not None else ()
 
-    def send(self, number: signal.Signals, *, to_all: bool = False) -> None:
-        """Signal the program, or each living process of its session."""
-        if self.pid is None:
-            return
-        targets = self.members() if to_all else (self.pid,)
+    def terminate(self) -> None:
+        """Ask for an orderly end."""
+        if self.pid is not None:
+            self._signal((self.pid,), signal.SIGTERM)
+
+    def kill(self, *, gently: bool) -> None:
+        """Kill the session; gently: all but those that clean up and end by themselves."""
+        targets = self.members()
+        if gently:
+            targets = [p for p in targets if p != self.pid and not is_resource_tracker(p)]
+        self._signal(targets, signal.SIGKILL)
+
+    @staticmethod
+    def _signal(targets: Sequence[int], number: signal.Signals) -> None:
         for target in targets:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(target, number)
@@ -151,56 +162,42 @@ class ServerProcess:
                         path.unlink(missing_ok=True)
 
 
-def stop_all(processes: Sequence[ServerProcess], *, grace_s: float) -> None:
+def stop_all(graces_s: Mapping[ServerProcess, float]) -> None:
     """Stop several servers together: SIGTERM to each program, later SIGKILL to what is left.
 
     Args:
-        processes: started or not, stopped or not.
-        grace_s: time for an orderly end, in seconds.
+        graces_s: for each server, started or not, the time for an orderly end, in seconds.
 
     Raises:
         ServerError: processes survived SIGKILL.
     """
-    for process in processes:
-        process.send(signal.SIGTERM)
-    left = _wait_until_gone(processes, grace_s)
-    for _ in range(_KILL_ATTEMPTS):  # a member may fork while the others are being killed
+    for process in graces_s:
+        process.terminate()
+    left = _wait_until_gone(graces_s)
+    for attempt in range(_KILL_ATTEMPTS):  # a member may fork while the others are being killed
         for process in left:
-            process.send(signal.SIGKILL, to_all=True)
-        left = _wait_until_gone(left, _KILL_WAIT_S)
-    for process in processes:
+            process.kill(gently=attempt == 0)
+        left = _wait_until_gone(dict.fromkeys(left, _KILL_WAIT_S))
+    for process in graces_s:
         if process not in left:
             process.reap()
     if left:
         raise left[0].error(f"processes {left[0].members()} survived SIGKILL")
 
 
-def _wait_until_gone(processes: Sequence[ServerProcess], limit_s: float) -> list[ServerProcess]:
+def _wait_until_gone(limits_s: Mapping[ServerProcess, float]) -> list[ServerProcess]:
     """Wait for sessions to become empty; returns those that are not.
 
     Processes that outlive their leader get no more than three seconds from its end on.
     """
-    limits = dict.fromkeys(processes, time.monotonic() + limit_s)
+    begin = time.monotonic()
+    limits = {process: begin + limit_s for process, limit_s in limits_s.items()}
     while True:
         waiting = [process for process in limits if process.members()]
         now = time.monotonic()
         for process in waiting:
             if process.exit_code() is not None:
-                limits[process] = min(limits[process], now + _ORPHAN_GRACE_S)
+                limits[process] = min(limits[process], now + ORPHANS_END_S)
         if not any(now < limits[process] for process in waiting):
             return waiting
         time.sleep(_POLL_S)
-
-
-def session_members(session: int) -> tuple[int, ...]:
-    """Ids of the processes of a session that are not zombies."""
-    members = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError):
-                # "pid (name) state ppid pgrp session ..."; the name may hold blanks and brackets.
-                stat = Path("/proc", entry, "stat").read_text(errors="replace")
-                state, _, _, member_of = stat.rpartition(")")[2].split()[:4]
-                if int(member_of) == session and state not in "ZX":
-                    members.append(int(entry))
-    return tuple(members)

@@ -43,6 +43,9 @@ def _vllm_env() -> dict[str, str]:
         "KVPP_CONNECT_NO_SCHED_YIELD": "1",
         "MC_FORCE_TCP": "1",
         "MC_TCP_BIND_ADDRESS": LOOPBACK,
+        # On a machine that stalls now and then, give a silent connection up early and read again.
+        "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
+        "MC_TCP_STATUS_TIMEOUT_SEC": "5",
     }
 
 

@@ -4,10 +4,12 @@ mode=ok | crash | silent   answers / ends with a traceback / never becomes healt
 term=obey | ignore         what SIGTERM does
 child=1                    starts a child that ignores SIGTERM and outlives its parent
 pids=FILE                  appends the ids of its processes
+shm=FILE                   makes shared memory, writes its name to the file, never removes it
 kv_tokens=N                what the log says about the KV cache
 salt=TEXT                  changes the answers
 pull=0 | 1                 serves pull counters that count each prompt token
 die_after=N                ends with exit code 3 after N completions
+after=FILE                 does not crash before this file exists
 log=TEXT                   one more line in the log
 delay_s=N                  seconds before a completion is answered; notes its id in FILE.requests
 """
@@ -21,6 +23,8 @@ import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
 
 BYTES_PER_TOKEN = 6 * 576 * 4
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(300)"
@@ -42,7 +46,12 @@ def main() -> int:
     if "pids" in options:
         with open(options["pids"], "a") as file:
             file.write("".join(f"{pid}\n" for pid in pids))
+    if "shm" in options:
+        memory = SharedMemory(create=True, size=1000)
+        Path(options["shm"]).write_text(memory.name)
     if options.get("mode") == "crash":
+        while "after" in options and not os.path.exists(options["after"]):
+            time.sleep(0.02)
         print(TRACEBACK, flush=True)
         return 7
     if options.get("mode") == "silent":

@@ -37,11 +37,12 @@ def test_a_server_that_ends_early_stops_the_others_and_is_named(
 ):
     seen = []
     good = fake("good", mode="silent", pids=tmp_path / "pids")
+    bad = fake("bad", mode="crash", after=tmp_path / "pids")
     with (
         pytest.raises(ServerError, match="bad: ended with exit code 7: RuntimeError: no such"),
         Fleet(tmp_path) as fleet,
     ):
-        fleet.start([good, fake("bad", mode="crash")], timeout_s=30, progress=seen.append)
+        fleet.start([good, bad], timeout_s=30, progress=seen.append)
     assert wait_until_dead(read_pids(tmp_path / "pids", 1), 0) == []
     assert [status.state for status in seen[-1]] == [State.STARTING, State.FAILED]
 

@@ -1,7 +1,9 @@
 """The whole demo on fake servers, as a process of its own."""
 
+import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -10,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpp_connect.demo.ports import LOOPBACK, check_ports_free, free_ports
+from kvpp_connect.demo.ports import LOOPBACK, check_ports_free
+from kvpp_connect.errors import ConfigError
 
 pytest.importorskip("safetensors", reason="needs safetensors")
 pytest.importorskip("transformers", reason="needs transformers")
@@ -18,6 +21,15 @@ pytest.importorskip("transformers", reason="needs transformers")
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(90)]
 
 FAKE_DEMO = Path(__file__).with_name("fake_demo.py")
+
+
+def base_of_free_ports(count):
+    """First of `count` neighbouring free ports, below those that the system gives to clients."""
+    while True:
+        base = random.randrange(20_000, 32_000)
+        with contextlib.suppress(ConfigError):
+            check_ports_free(("demo", base + n) for n in range(count))
+            return base
 
 
 @pytest.fixture
@@ -123,9 +135,10 @@ def test_the_time_limit_is_for_everything(demo):
 
 
 def test_a_busy_port_of_the_last_row_is_refused_before_the_first_starts(demo, tmp_path):
-    with socket.create_server((LOOPBACK, 0)) as taken:
-        port = taken.getsockname()[1]
-        result = demo(base_port=port - 3)  # plain, kvpp, prefill, decode
+    base_port = base_of_free_ports(6)
+    port = base_port + 3  # plain, kvpp, prefill, decode
+    with socket.create_server((LOOPBACK, port)):
+        result = demo(base_port=base_port)
     assert result.returncode == 1
     assert f"port {port} on 127.0.0.1, wanted by decode" in result.stderr
     assert not (tmp_path / "logs").exists()
@@ -138,7 +151,7 @@ def test_a_busy_port_of_the_last_row_is_refused_before_the_first_starts(demo, tm
 def test_a_signal_leaves_no_process_and_no_port(
     command, work_dir, clean_env, tmp_path, read_pids, wait_until_dead, number, exit_code, stage
 ):
-    base_port = free_ports(1)[0]
+    base_port = base_of_free_ports(6)
     pids_file = tmp_path / "pids"
     slow = "mode=silent" if stage == "start" else "delay_s=30"
     words = [f"plain:pids={pids_file}", f"plain:{slow}", "plain:child=1"]

@@ -3,10 +3,12 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from kvpp_connect.demo.process import ServerError, ServerProcess, session_members
+from kvpp_connect.demo.guard import session_members
+from kvpp_connect.demo.process import ServerError, ServerProcess
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60)]
 
@@ -34,7 +36,7 @@ def test_stop_ends_an_obedient_server_and_may_be_repeated(
     process = start()
     pids = read_pids(tmp_path / "pids", 1)
     assert process.exit_code() is None
-    assert process.members() == tuple(pids)
+    assert set(process.members()) == {process.pid, *pids}
     process.stop()
     process.stop()
     assert process.pid is None
@@ -91,20 +93,47 @@ def test_a_server_killed_by_a_signal_is_reported_with_the_signal(start, tmp_path
         process.check_running()
 
 
+@pytest.fixture
+def start_and_be_killed(fake, tmp_path, read_pids):
+    """Starts a fake server from a process that is then killed; ids of the server's processes."""
+
+    def run(count, **options):
+        launch = fake(pids=tmp_path / "pids", **options)
+        code = (
+            "import time; from pathlib import Path\n"
+            "from kvpp_connect.demo.process import Launch, ServerProcess\n"
+            f"launch = Launch(name='x', argv={launch.argv!r}, port={launch.port},"
+            " orderly_end_s=1)\n"
+            f"ServerProcess(launch, log_path=Path({str(tmp_path / 'x.log')!r})).start()\n"
+            "time.sleep(60)\n"
+        )
+        with subprocess.Popen([sys.executable, "-c", code]) as parent:
+            pids = read_pids(tmp_path / "pids", count)
+            parent.kill()
+        return pids
+
+    return run
+
+
 def test_a_server_ends_when_the_process_that_started_it_is_killed(
-    fake, tmp_path, read_pids, wait_until_dead
+    start_and_be_killed, wait_until_dead
 ):
-    launch = fake(pids=tmp_path / "pids")
-    code = (
-        "import sys, time; from pathlib import Path\n"
-        "from kvpp_connect.demo.process import Launch, ServerProcess\n"
-        f"launch = Launch(name='x', argv={launch.argv!r}, port={launch.port})\n"
-        f"ServerProcess(launch, log_path=Path({str(tmp_path / 'x.log')!r})).start()\n"
-        "time.sleep(60)\n"
-    )
-    with subprocess.Popen([sys.executable, "-c", code]) as parent:
-        pids = read_pids(tmp_path / "pids", 1)
-        parent.kill()
+    assert wait_until_dead(start_and_be_killed(1)) == []
+
+
+def test_its_stubborn_children_end_then_too(start_and_be_killed, wait_until_dead):
+    assert wait_until_dead(start_and_be_killed(2, child=1), limit_s=10) == []
+
+
+def test_a_stubborn_server_ends_then_too(start_and_be_killed, wait_until_dead):
+    pids = start_and_be_killed(1, term="ignore")
+    assert wait_until_dead(pids, limit_s=10) == []
+
+
+def test_a_server_ends_when_its_guard_is_killed(start, tmp_path, read_pids, wait_until_dead):
+    process = start()
+    pids = read_pids(tmp_path / "pids", 1)
+    os.kill(process.pid, signal.SIGKILL)
     assert wait_until_dead(pids) == []
 
 
@@ -112,6 +141,17 @@ def test_session_members_sees_this_process_and_no_strangers():
     members = session_members(os.getsid(0))
     assert os.getpid() in members
     assert session_members(2**22 + 1) == ()
+
+
+def test_a_killed_server_leaves_no_shared_memory(start, tmp_path):
+    process = start(term="ignore", shm=tmp_path / "shm")
+    while not (tmp_path / "shm").exists() or not (tmp_path / "shm").read_text():
+        time.sleep(0.02)
+    segment = Path("/dev/shm", (tmp_path / "shm").read_text())
+    assert segment.exists()
+    process.stop(grace_s=0.1)
+    assert process.exit_code() == -signal.SIGKILL
+    assert not segment.exists()
 
 
 def test_scratch_files_named_in_the_log_are_removed(start, fake, tmp_path, monkeypatch):

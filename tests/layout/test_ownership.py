@@ -55,6 +55,11 @@ def test_of_equally_good_cuts_the_one_nearest_to_equal_counts_wins():
     assert assign_owners([9, 1, 1, 9], 2) == (0, 0, 1, 1)
 
 
+def test_of_cuts_equally_near_to_equal_counts_the_lower_ranks_take_more():
+    # Counts (1, 2, 1) and (1, 1, 2) both keep the largest share at 5.
+    assert assign_owners([5, 3, 2, 3], 3) == (0, 1, 1, 2)
+
+
 def test_a_group_without_ranks_is_refused():
     with pytest.raises(LayoutError, match="group size is 0"):
         assign_owners([1], 0)

@@ -1,7 +1,10 @@
-"""Gives leases back to producers in the background, with bounded retries."""
+"""Gives leases back to producers in the background, with bounded retries.
 
-import queue
+Each producer has a thread of its own, so one that does not answer delays nobody else's leases.
+"""
+
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 from kvpp_connect._log import get_logger
 from kvpp_connect.connectors.mooncake_v2 import wire
@@ -16,39 +19,33 @@ _FIRST_PAUSE_S = 0.25
 
 
 class LeaseReleaser:
-    """A thread that tells producers "done". Without an answer the producer's lease runs out."""
+    """Tells producers "done". Without an answer the producer's lease runs out by itself."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._queue: queue.SimpleQueue[RemotePrefill | None] = queue.SimpleQueue()
-        self._clients: dict[tuple[str, int], ControlClient] = {}
+        self._peers: dict[tuple[str, int], _Peer] = {}
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kvpp-release", daemon=True)
-        self._thread.start()
 
     def release(self, remote: RemotePrefill) -> None:
-        """Queue the release of a lease; returns at once."""
-        self._queue.put(remote)
+        """Release a lease soon; returns at once."""
+        key = (remote.host, remote.port)
+        if key not in self._peers:
+            self._peers[key] = _Peer(*key, self._timeout_s)
+        peer = self._peers[key]
+        peer.thread.submit(self._release, peer.client, remote)
 
     def close(self) -> None:
-        """Send what is queued, once each, and stop."""
+        """Send what is queued, once each, and stop. Waits for peers that answer."""
         self._closed.set()
-        self._queue.put(None)
-        self._thread.join(timeout=5)
+        for peer in self._peers.values():
+            peer.thread.shutdown(wait=True)
+            peer.client.close()
 
-    def _run(self) -> None:
-        try:
-            while (remote := self._queue.get()) is not None:
-                self._release(remote)
-        finally:
-            for client in self._clients.values():
-                client.close()
-
-    def _release(self, remote: RemotePrefill) -> None:
+    def _release(self, client: ControlClient, remote: RemotePrefill) -> None:
         pause_s = _FIRST_PAUSE_S
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                answer = self._client(remote).ask(wire.Release(remote.lease))
+                answer = client.ask(wire.Release(remote.lease))
             except PeerError as error:
                 if attempt < _ATTEMPTS and not self._closed.wait(pause_s):
                     pause_s *= 2
@@ -63,8 +60,10 @@ class LeaseReleaser:
                 logger.debug("lease of %s: %s", remote.lease.request_id, answer)
             return
 
-    def _client(self, remote: RemotePrefill) -> ControlClient:
-        key = (remote.host, remote.port)
-        if key not in self._clients:
-            self._clients[key] = ControlClient(*key, timeout_s=self._timeout_s)
-        return self._clients[key]
+
+class _Peer:
+    """One producer: its control channel and the thread that uses it."""
+
+    def __init__(self, host: str, port: int, timeout_s: float) -> None:
+        self.client = ControlClient(host, port, timeout_s)
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"kvpp-release-{host}:{port}")

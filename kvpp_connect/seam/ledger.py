@@ -174,6 +174,12 @@ LEDGER: tuple[Touchpoint, ...] = (
         why="reads USE_SCHED_YIELD, which seam.quirks clears on request",
     ),
     Touchpoint(
+        target="vllm.distributed.device_communicators.cpu_communicator:"
+        "CpuCommunicator._all_group_ranks_share_shm_group_name",
+        parameters=("self",),
+        why="decides for the shared-memory communicator; seam.quirks says no on request",
+    ),
+    Touchpoint(
         target="vllm.distributed.kv_transfer.kv_connector.factory:"
         "KVConnectorFactory.register_connector",
         parameters=("cls", "name", "module_path", "class_name"),

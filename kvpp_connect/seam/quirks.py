@@ -1,9 +1,10 @@
 """Work-arounds for machines, off unless asked for.
 
-``KVPP_CONNECT_NO_SCHED_YIELD=1`` makes vLLM's message queues sleep instead of calling
-``sched_yield`` in a loop. On a Linux 6.18 guest with two cores, five processes in such loops
-stopped every process of the machine for two minutes ("workqueue lockup" in dmesg); with sleeps they
-did not. vLLM has the other way built in and chooses by Python version only.
+``KVPP_CONNECT_NO_SCHED_YIELD=1`` keeps vLLM from waiting in ``sched_yield`` loops: its message
+queues sleep instead, and on CPU the ranks reduce over gloo instead of the shared-memory
+communicator, whose native code yields as well. On a Linux 6.18 guest with two cores, five processes
+in such loops stopped every process of the machine for two minutes ("workqueue lockup" in dmesg),
+and fewer of them starved threads that serve Mooncake reads; with sleeps they did not.
 """
 
 import os
@@ -16,5 +17,9 @@ def apply() -> None:
     if os.environ.get(VARIABLE) != "1":
         return
     from vllm.distributed import utils
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
     utils.USE_SCHED_YIELD = False
+    CpuCommunicator._all_group_ranks_share_shm_group_name = (  # noqa: SLF001 - in the ledger
+        lambda self: False
+    )

@@ -28,6 +28,8 @@ from kvpp_connect.layout import EngineManifest
 
 logger = get_logger(__name__)
 
+_READ_AGAIN = 2
+
 
 class ReadFailedError(PeerError):
     """A read failed after it had begun: its destination may still be written."""
@@ -132,13 +134,15 @@ class Puller:
         return sum(r.total_bytes for r in reads), sum(len(r.lengths_bytes) for r in reads)
 
     def _read(self, peer: "_Peer", pull: PullRequest, reads: tuple[SourceReads, ...]) -> None:
-        """Read all bytes, the failed ones once more.
+        """Read all bytes; what fails is read again, a bounded number of times.
 
         Mooncake gives up on a connection without progress; a new one mostly works. As long as the
         lease holds the bytes are the same, so a late write of the first attempt does no harm.
         """
         failed = peer.read_all(self._engine, reads)
-        if failed:
+        for _ in range(_READ_AGAIN):
+            if not failed:
+                return
             reasons = "; ".join(str(error) for error in failed.values())
             logger.info("request %s: reading again: %s", pull.request_id, reasons)
             try:

@@ -72,6 +72,7 @@ class Puller:
         self._stats = stats
         self._peers: dict[tuple[str, int], _Peer] = {}
         self._results = _Results()
+        self._closed = threading.Event()
 
     def submit(self, pull: PullRequest) -> None:
         """Begin a pull; returns at once."""
@@ -90,6 +91,7 @@ class Puller:
 
     def close(self) -> None:
         """Drop what has not begun. A read under way ends by itself."""
+        self._closed.set()
         for peer in self._peers.values():
             peer.close()
 
@@ -97,15 +99,12 @@ class Puller:
         started = time.monotonic()
         try:
             pulled_bytes, pieces = self._pull(peer, pull)
-        except PeerError as error:
-            late = isinstance(error, ReadFailedError)
-            hold_s = self._failed_read_hold_s if late else 0.0
-            result = PullResult(pull.request_id, False, time.monotonic() + hold_s)
-            self._stats.failed()
-            self._warn(pull, error)
         except Exception as error:  # the thread's boundary: the request must still be answered
-            logger.exception("request %s: its pull broke", pull.request_id)
-            hold_s = self._failed_read_hold_s
+            expected = isinstance(error, PeerError)
+            if not expected:
+                logger.exception("request %s: its pull broke", pull.request_id)
+            untouched = expected and not isinstance(error, ReadFailedError)
+            hold_s = 0.0 if untouched else self._failed_read_hold_s
             result = PullResult(pull.request_id, False, time.monotonic() + hold_s)
             self._stats.failed()
             self._warn(pull, error)
@@ -136,13 +135,16 @@ class Puller:
     def _read(self, peer: "_Peer", pull: PullRequest, reads: tuple[SourceReads, ...]) -> None:
         """Read all bytes; what fails is read again, a bounded number of times.
 
-        Mooncake gives up on a connection without progress; a new one mostly works. As long as the
-        lease holds the bytes are the same, so a late write of the first attempt does no harm.
+        Mooncake gives up on a connection without progress; a new one mostly works. The failed
+        attempt may still write for a while: as long as the lease holds it writes the same bytes,
+        so after a repetition the pull waits that while out before the lease is confirmed.
         """
         failed = peer.read_all(self._engine, reads)
+        if not failed:
+            return
         for _ in range(_READ_AGAIN):
             if not failed:
-                return
+                break
             reasons = "; ".join(str(error) for error in failed.values())
             logger.info("request %s: reading again: %s", pull.request_id, reasons)
             try:
@@ -152,6 +154,7 @@ class Puller:
             failed = peer.read_all(self._engine, tuple(failed))
         if failed:
             raise ReadFailedError(str(next(iter(failed.values()))))
+        self._closed.wait(self._failed_read_hold_s)
 
     @staticmethod
     def _warn(pull: PullRequest, error: Exception) -> None:

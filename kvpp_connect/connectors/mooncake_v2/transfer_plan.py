@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from kvpp_connect.errors import PeerError
-from kvpp_connect.layout import ComponentAddress, EngineManifest, RankManifest
+from kvpp_connect.layout import WIRE_SCHEMA, ComponentAddress, EngineManifest, RankManifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +63,11 @@ def check_compatible(manifest: EngineManifest, local: LocalCaches) -> None:
         PeerError: names the first difference, with both values.
     """
     who = f"prefill engine {manifest.engine_id}"
+    if manifest.schema != WIRE_SCHEMA:
+        raise PeerError(
+            f"{who} describes its caches in schema {manifest.schema}, this engine knows "
+            f"{WIRE_SCHEMA}; run the same kvpp-connect on both"
+        )
     if manifest.block_tokens != local.block_tokens:
         raise PeerError(
             f"{who} has blocks of {manifest.block_tokens} tokens, this engine of "

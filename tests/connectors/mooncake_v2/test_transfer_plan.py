@@ -1,5 +1,7 @@
 """Plans are carried out on byte arrays: every wanted byte arrives once, and no other is written."""
 
+from dataclasses import replace
+
 import pytest
 from builders import address, manifest, rank_manifest
 from hypothesis import given
@@ -170,6 +172,8 @@ def test_block_ids_that_do_not_fit_are_refused(tokens, message):
 def test_different_layouts_are_refused_with_both_values():
     document = producer(OWNED)
     check_compatible(document, local_caches())
+    with pytest.raises(PeerError, match="schema 2, this engine knows 1"):
+        check_compatible(replace(document, schema=2), local_caches())
     with pytest.raises(PeerError, match="blocks of 4 tokens, this engine of 8"):
         check_compatible(document, local_caches(block_tokens=8))
     with pytest.raises(PeerError, match=r"torch\.float32, this engine as torch\.bfloat16"):

@@ -148,7 +148,8 @@ class Fleet:
         for process in self._processes:
             if root_cause(read_log(process.log_path)):
                 return process.error(what)
-        return suspect.process.error(what)
+        others = [p.log_path for p in self._processes if p is not suspect.process]
+        return suspect.process.error(what, beside=others)
 
     def _grace_s(self, process: ServerProcess) -> float:
         """A server that has never been ready has nothing to finish; vLLM ignores SIGTERM then."""

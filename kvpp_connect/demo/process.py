@@ -29,16 +29,24 @@ from kvpp_connect.errors import KvppError
 _POLL_S = 0.05
 _KILL_WAIT_S = 2.0
 _KILL_ATTEMPTS = 3
+_LINES_BESIDE = 10
 
 
 class ServerError(KvppError):
-    """A server that failed: the message is one line, `log_tail` holds the last log lines."""
+    """A server that failed: the message is one line, `log_tail` holds the last log lines.
 
-    def __init__(self, server: str, what: str, *, log_path: Path) -> None:
+    Args:
+        beside: logs of servers that may have had a part in it; their last lines follow.
+    """
+
+    def __init__(
+        self, server: str, what: str, *, log_path: Path, beside: Sequence[Path] = ()
+    ) -> None:
         text = read_log(log_path)
         self.server = server
         self.log_path = log_path
-        self.log_tail = tail(text)
+        others = (f"--- {p.name}\n{tail(read_log(p), lines=_LINES_BESIDE)}" for p in beside)
+        self.log_tail = "\n".join((tail(text), *others))
         cause = root_cause(text)
         super().__init__(f"{server}: {what}" + (f": {cause}" if cause else ""))
 
@@ -104,9 +112,9 @@ class ServerProcess:
                 self._leader_exit_code = -info.si_status if killed else info.si_status
         return self._leader_exit_code
 
-    def error(self, what: str) -> ServerError:
-        """An error about this server with what its log says now."""
-        return ServerError(self.name, what, log_path=self.log_path)
+    def error(self, what: str, *, beside: Sequence[Path] = ()) -> ServerError:
+        """An error about this server with what its log, and those beside it, say now."""
+        return ServerError(self.name, what, log_path=self.log_path, beside=beside)
 
     def check_running(self) -> None:
         """Raise ServerError if the program has ended."""

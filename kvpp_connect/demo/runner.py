@@ -20,7 +20,7 @@ from kvpp_connect.errors import KvppError, PeerError
 
 PULL_BYTES = "vllm:kvpp_pull_bytes_total"
 PULL_TOKENS = "vllm:kvpp_pull_tokens_total"
-_REQUEST_LIMIT_S = 60.0
+_REQUEST_LIMIT_S = 120.0
 _SETTLE_POLL_S = 0.3
 _SETTLE_LIMIT_S = 5.0
 

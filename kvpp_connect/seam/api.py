@@ -1,5 +1,6 @@
 """vLLM's connector API, imported in one place for the connectors."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -9,6 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig as VllmConfig
     from vllm.forward_context import ForwardContext as ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata as AttentionMetadata
+    from vllm.v1.core.block_pool import BlockPool as BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks as KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput as SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig as KVCacheConfig
@@ -41,6 +44,8 @@ __all__ = [
     "KVConnectorRole",
     "KVConnectorStats",
     "KVConnectorTransferResults",
+    "KVConnectorWorkerMetadata",
+    "PoolPins",
     "RequestStatus",
     "SupportsHMA",
     "create_metric_per_engine",
@@ -60,6 +65,21 @@ def register_connector(name: str, module: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+class PoolPins:
+    """Pins on blocks of vLLM's pool: references that belong to no request."""
+
+    def __init__(self, pool: "BlockPool") -> None:
+        self._pool = pool
+
+    def pin(self, block_ids: Sequence[int]) -> None:
+        """Keep blocks from being handed out, whoever frees them."""
+        self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        """Take one pin back; blocks that nobody else holds become free."""
+        self._pool.free_blocks(self._pool.blocks[block_id] for block_id in reversed(block_ids))
 
 
 def transfer_protocol(vllm_config: "VllmConfig") -> str:

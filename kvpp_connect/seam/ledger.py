@@ -169,6 +169,22 @@ LEDGER: tuple[Touchpoint, ...] = (
         why="compact: hidden blocks are not in use",
     ),
     Touchpoint(
+        target="vllm.v1.core.block_pool:BlockPool.touch",
+        parameters=("self", "blocks"),
+        why="connectors: pins blocks that a given-up read may still write",
+    ),
+    Touchpoint(
+        target="vllm.v1.core.block_pool:BlockPool.free_blocks",
+        parameters=("self", "ordered_blocks"),
+        why="connectors: takes those pins back",
+    ),
+    Touchpoint(
+        target="vllm.distributed.kv_transfer.kv_connector.v1.base:"
+        "KVConnectorBase_V1.bind_gpu_block_pool",
+        parameters=("self", "gpu_block_pool"),
+        why="connectors: gives the scheduler side the pool",
+    ),
+    Touchpoint(
         target="vllm.distributed.utils:sched_yield",
         parameters=(),
         why="reads USE_SCHED_YIELD, which seam.quirks clears on request",

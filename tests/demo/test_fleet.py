@@ -144,3 +144,11 @@ def test_a_signal_during_the_clean_up_waits_until_it_is_done(
     with pytest.raises(Interrupted):
         start_and_leave()
     assert wait_until_dead(read_pids(tmp_path / "pids", 1), 0) == []
+
+
+def test_where_nobody_complained_the_other_logs_are_shown_too(fake, tmp_path):
+    with Fleet(tmp_path) as fleet:
+        launches = [fake("router"), fake("decode", log="reading again")]
+        router, _ = fleet.start(launches, timeout_s=30)
+        error = fleet.explain("no answer", suspect=router)
+    assert "reading again" in error.log_tail.partition("--- decode.log\n")[2]

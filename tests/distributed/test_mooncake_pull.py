@@ -78,6 +78,10 @@ class Decode:
 
     def pull(self, params, first_token=0, timeout_s=60):
         """Pull the prompt; answer whether it succeeded."""
+        return self.pull_result(params, first_token, timeout_s).succeeded
+
+    def pull_result(self, params, first_token=0, timeout_s=60):
+        """Pull the prompt; answer how it ended."""
         request_id = f"d{next(self.numbers)}"
         self.puller.submit(
             PullRequest(
@@ -92,7 +96,7 @@ class Decode:
         while time.monotonic() < deadline:
             for result in self.puller.take_results():
                 assert result.request_id == request_id
-                return result.succeeded
+                return result
             time.sleep(0.01)
         raise TimeoutError(request_id)
 
@@ -222,9 +226,10 @@ class FailingOnce:
 def test_a_read_that_fails_is_repeated_once(make_producer):
     decode = Decode(FailingOnce)
     started = time.monotonic()
-    assert decode.pull(make_producer().hand_over("r", PROMPT, P_BLOCKS))
-    # The failed attempt may still write: the pull outlasts the hold with the lease held.
-    assert time.monotonic() - started >= 0.5
+    result = decode.pull_result(make_producer().hand_over("r", PROMPT, P_BLOCKS))
+    assert result.succeeded
+    # The failed attempt may still write for the hold, counted from now on.
+    assert result.written_until >= started + 0.5
     decode.assert_pulled()
     assert decode.stats.take()["pulls"] == 1
     decode.puller.close()

@@ -18,6 +18,8 @@ from kvpp_connect.seam.api import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    PoolPins,
     SupportsHMA,
     get_ip,
     transfer_protocol,
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
     from kvpp_connect.seam.api import (
         AttentionMetadata,
+        BlockPool,
         ForwardContext,
         KVCacheBlocks,
         KVCacheConfig,
@@ -50,6 +53,23 @@ class MooncakeV2Handshake(KVConnectorHandshakeMetadata):
     """A KVPP group's publication, workers to scheduler, as msgpack."""
 
     publication: bytes
+
+
+@dataclass
+class MooncakeV2WorkerMetadata(KVConnectorWorkerMetadata):
+    """What workers add to the ids of received requests.
+
+    ``still_written``: seconds for which a given-up read may write a received request's blocks.
+    """
+
+    still_written: dict[str, float]
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "MooncakeV2WorkerMetadata":
+        assert isinstance(other, MooncakeV2WorkerMetadata)
+        longest = dict(self.still_written)
+        for request_id, seconds in other.still_written.items():
+            longest[request_id] = max(seconds, longest.get(request_id, 0.0))
+        return MooncakeV2WorkerMetadata(longest)
 
 
 class MooncakeConnectorV2(KVConnectorBase_V1, SupportsHMA):
@@ -86,6 +106,10 @@ class MooncakeConnectorV2(KVConnectorBase_V1, SupportsHMA):
 
     # Scheduler side
 
+    def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
+        assert self._scheduler is not None
+        self._scheduler.bind_pool(PoolPins(gpu_block_pool))
+
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -104,7 +128,10 @@ class MooncakeConnectorV2(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         assert self._scheduler is not None
-        self._scheduler.received(connector_output.finished_recving or ())
+        metadata = connector_output.kv_connector_worker_meta
+        known = isinstance(metadata, MooncakeV2WorkerMetadata)
+        still_written = metadata.still_written if known else {}
+        self._scheduler.received(connector_output.finished_recving or (), still_written)
 
     def request_finished(
         self, request: "Request", block_ids: list[int]
@@ -155,6 +182,11 @@ class MooncakeConnectorV2(KVConnectorBase_V1, SupportsHMA):
             finished_recving=set(results.received),
             failed_recving=set(results.failed),
         )
+
+    def build_connector_worker_meta(self) -> MooncakeV2WorkerMetadata | None:
+        assert self._worker is not None
+        still_written = self._worker.take_still_written()
+        return MooncakeV2WorkerMetadata(still_written) if still_written else None
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing to wait for: pulls are asynchronous and end before their request is run."""

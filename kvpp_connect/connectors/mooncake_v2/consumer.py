@@ -1,5 +1,6 @@
 """Scheduler side of a decode node: decides what to pull, and gives leases back."""
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -12,6 +13,7 @@ from kvpp_connect.connectors.mooncake_v2.metadata import (
     parse_remote_prefill,
     prompt_digest,
 )
+from kvpp_connect.connectors.mooncake_v2.quarantine import BlockQuarantine
 from kvpp_connect.connectors.mooncake_v2.releases import LeaseReleaser
 from kvpp_connect.errors import PeerError
 
@@ -33,13 +35,18 @@ class _State:
     stage: Stage
     # The client gave up while workers were pulling.
     finished: bool = False
+    # Blocks that the pull writes.
+    block_ids: tuple[int, ...] = ()
+    # Monotonic seconds until which a given-up read may still write them, from the lease's blocks.
+    written_until: float = 0.0
 
 
 class Consumer:
     """One entry per request that arrived with a hand-over, until it is finished and settled."""
 
-    def __init__(self, releaser: LeaseReleaser) -> None:
+    def __init__(self, releaser: LeaseReleaser, quarantine: BlockQuarantine) -> None:
         self._releaser = releaser
+        self._quarantine = quarantine
         self._states: dict[str, _State] = {}
         self._new_pulls: list[PullRequest] = []
 
@@ -69,11 +76,12 @@ class Consumer:
             self._settle(state)
             return
         state.stage = Stage.PULLING
+        state.block_ids = tuple(block_ids)
         self._new_pulls.append(
             PullRequest(
                 request_id=request_id,
                 remote=state.remote,
-                local_block_ids=tuple(block_ids),
+                local_block_ids=state.block_ids,
                 first_token=computed_tokens,
                 end_token=computed_tokens + tokens,
             )
@@ -83,6 +91,17 @@ class Consumer:
         """Pulls for the workers, each once."""
         pulls, self._new_pulls = tuple(self._new_pulls), []
         return pulls
+
+    def still_written(self, seconds: Mapping[str, float]) -> None:
+        """Reads of these requests were given up and repeated; they may write for that long.
+
+        Told by each worker when its own pull ends, so before ``received``.
+        """
+        for request_id, left_s in seconds.items():
+            state = self._states.get(request_id)
+            if state is not None:
+                self._quarantine.hold(state.block_ids, left_s)
+                state.written_until = max(state.written_until, time.monotonic() + left_s)
 
     def received(self, request_ids: Iterable[str]) -> None:
         """All workers are done with these requests' pulls, well or badly."""
@@ -127,5 +146,5 @@ class Consumer:
 
     def _settle(self, state: _State) -> None:
         if state.stage is not Stage.SETTLED and state.remote is not None:
-            self._releaser.release(state.remote)
+            self._releaser.release(state.remote, delay_s=state.written_until - time.monotonic())
         state.stage = Stage.SETTLED

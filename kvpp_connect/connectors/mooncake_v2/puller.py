@@ -37,12 +37,19 @@ class ReadFailedError(PeerError):
 
 @dataclass(frozen=True, slots=True)
 class PullResult:
-    """How one request's pull ended on this rank."""
+    """How one request's pull ended on this rank.
+
+    ``written_until`` are monotonic seconds until which a given-up read may write the destination
+    blocks: a failed pull is reported only then, a successful one at once.
+    """
 
     request_id: str
     succeeded: bool
-    # Monotonic seconds before which the destination blocks must not be used again.
-    usable_from: float = 0.0
+    written_until: float = 0.0
+
+    def is_due(self, now: float) -> bool:
+        """Whether it may be reported."""
+        return self.succeeded or self.written_until <= now
 
 
 @dataclass(slots=True)
@@ -82,11 +89,11 @@ class Puller:
         self._peers[key].thread.submit(self._run, self._peers[key], pull)
 
     def take_results(self) -> list[PullResult]:
-        """Pulls that ended and whose blocks may be used; each once."""
+        """Pulls that ended and may be reported; each once."""
         now = time.monotonic()
         with self._results.lock:
-            ready = [r for r in self._results.done if r.usable_from <= now]
-            self._results.done = [r for r in self._results.done if r.usable_from > now]
+            ready = [r for r in self._results.done if r.is_due(now)]
+            self._results.done = [r for r in self._results.done if not r.is_due(now)]
         return ready
 
     def close(self) -> None:
@@ -98,7 +105,7 @@ class Puller:
     def _run(self, peer: "_Peer", pull: PullRequest) -> None:
         started = time.monotonic()
         try:
-            pulled_bytes, pieces = self._pull(peer, pull)
+            pulled_bytes, pieces, written_until = self._pull(peer, pull)
         except Exception as error:  # the thread's boundary: the request must still be answered
             expected = isinstance(error, PeerError)
             if not expected:
@@ -114,11 +121,12 @@ class Puller:
             self._stats.pulled(
                 num_bytes=pulled_bytes, tokens=tokens, pieces=pieces, seconds=seconds
             )
-            result = PullResult(pull.request_id, True)
+            result = PullResult(pull.request_id, True, written_until)
         with self._results.lock:
             self._results.done.append(result)
 
-    def _pull(self, peer: "_Peer", pull: PullRequest) -> tuple[int, int]:
+    def _pull(self, peer: "_Peer", pull: PullRequest) -> tuple[int, int, float]:
+        """Pull; answers bytes, pieces, and how long a given-up read may write."""
         manifest = peer.manifest(pull.remote)
         check_compatible(manifest, self._caches)
         tokens = TokenRange(
@@ -128,20 +136,21 @@ class Puller:
             remote_block_ids=pull.remote.block_ids,
         )
         reads = plan_pull(manifest, self._caches, tokens, self._reader_rank)
-        self._read(peer, pull, reads)
+        written_until = self._read(peer, pull, reads)
         peer.confirm(pull.remote)
-        return sum(r.total_bytes for r in reads), sum(len(r.lengths_bytes) for r in reads)
+        num_bytes = sum(read.total_bytes for read in reads)
+        return num_bytes, sum(len(read.lengths_bytes) for read in reads), written_until
 
-    def _read(self, peer: "_Peer", pull: PullRequest, reads: tuple[SourceReads, ...]) -> None:
+    def _read(self, peer: "_Peer", pull: PullRequest, reads: tuple[SourceReads, ...]) -> float:
         """Read all bytes; what fails is read again, a bounded number of times.
 
-        Mooncake gives up on a connection without progress; a new one mostly works. The failed
-        attempt may still write for a while: as long as the lease holds it writes the same bytes,
-        so after a repetition the pull waits that while out before the lease is confirmed.
+        Mooncake gives up on a connection without progress; a new one mostly works. The given-up
+        attempt may still write for a while, until the returned time: as long as the lease holds it
+        writes the same bytes.
         """
         failed = peer.read_all(self._engine, reads)
         if not failed:
-            return
+            return 0.0
         for _ in range(_READ_AGAIN):
             if not failed:
                 break
@@ -154,7 +163,7 @@ class Puller:
             failed = peer.read_all(self._engine, tuple(failed))
         if failed:
             raise ReadFailedError(str(next(iter(failed.values()))))
-        self._closed.wait(self._failed_read_hold_s)
+        return time.monotonic() + self._failed_read_hold_s
 
     @staticmethod
     def _warn(pull: PullRequest, error: Exception) -> None:

@@ -25,9 +25,16 @@ class LeaseReleaser:
         self._timeout_s = timeout_s
         self._peers: dict[tuple[str, int], _Peer] = {}
         self._closed = threading.Event()
+        self._timers: set[threading.Timer] = set()
 
-    def release(self, remote: RemotePrefill) -> None:
-        """Release a lease soon; returns at once."""
+    def release(self, remote: RemotePrefill, delay_s: float = 0.0) -> None:
+        """Release a lease soon, or after a delay; returns at once."""
+        if delay_s > 0:
+            timer = threading.Timer(delay_s, self._release_late, (remote,))
+            timer.daemon = True
+            self._timers = {t for t in self._timers if t.is_alive()} | {timer}
+            timer.start()
+            return
         key = (remote.host, remote.port)
         if key not in self._peers:
             self._peers[key] = _Peer(*key, self._timeout_s)
@@ -35,11 +42,20 @@ class LeaseReleaser:
         peer.thread.submit(self._release, peer.client, remote)
 
     def close(self) -> None:
-        """Send what is queued, once each, and stop. Waits for peers that answer."""
+        """Send what is queued, once each, and stop. Waits for peers that answer.
+
+        Delayed releases are dropped: those leases run out by themselves.
+        """
         self._closed.set()
+        for timer in self._timers:
+            timer.cancel()
         for peer in self._peers.values():
             peer.thread.shutdown(wait=True)
             peer.client.close()
+
+    def _release_late(self, remote: RemotePrefill) -> None:
+        if not self._closed.is_set():
+            self.release(remote)
 
     def _release(self, client: ControlClient, remote: RemotePrefill) -> None:
         pause_s = _FIRST_PAUSE_S

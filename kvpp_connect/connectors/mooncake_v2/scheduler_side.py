@@ -7,6 +7,7 @@ from kvpp_connect.connectors.mooncake_v2.config import MooncakeV2Config
 from kvpp_connect.connectors.mooncake_v2.consumer import Consumer
 from kvpp_connect.connectors.mooncake_v2.metadata import StepOrders
 from kvpp_connect.connectors.mooncake_v2.producer import Producer
+from kvpp_connect.connectors.mooncake_v2.quarantine import BlockPins, BlockQuarantine
 from kvpp_connect.connectors.mooncake_v2.registration import StagePublication
 from kvpp_connect.connectors.mooncake_v2.releases import LeaseReleaser
 from kvpp_connect.errors import LayoutError
@@ -35,13 +36,18 @@ class SchedulerSide:
         self._producer: Producer | None = None
         self._consumer: Consumer | None = None
         self._releaser: LeaseReleaser | None = None
+        self._quarantine = BlockQuarantine()
         if produces:
             self._producer = Producer(
                 engine_id=engine_id, host=host, port=port, lease_s=config.lease_s
             )
         if consumes:
             self._releaser = LeaseReleaser(config.control_timeout_s)
-            self._consumer = Consumer(self._releaser)
+            self._consumer = Consumer(self._releaser, self._quarantine)
+
+    def bind_pool(self, pins: BlockPins) -> None:
+        """Take the engine's block pool."""
+        self._quarantine.bind(pins)
 
     def publish(self, publications: Sequence[StagePublication]) -> None:
         """Take over what the workers hold.
@@ -82,14 +88,19 @@ class SchedulerSide:
 
     def take_orders(self) -> StepOrders:
         """Orders for the workers in the coming step."""
+        self._quarantine.end_due()
         return StepOrders(
             pulls=self._consumer.take_pulls() if self._consumer else (),
             ended_leases=self._producer.take_ended() if self._producer else frozenset(),
         )
 
-    def received(self, request_ids: Iterable[str]) -> None:
-        """All workers have ended these requests' pulls."""
+    def received(self, request_ids: Iterable[str], still_written: Mapping[str, float]) -> None:
+        """All workers have ended these requests' pulls.
+
+        ``still_written``: requests whose blocks a given-up read may write for so many seconds.
+        """
         if self._consumer is not None:
+            self._consumer.still_written(still_written)
             self._consumer.received(request_ids)
 
     def request_finished(

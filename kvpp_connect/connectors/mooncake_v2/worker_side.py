@@ -1,5 +1,6 @@
 """Worker side: registers this rank's caches, carries pulls out, reports what ended."""
 
+import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,7 @@ class WorkerSide:
         self._stats: PullStats | None = None
         self._puller: Puller | None = None
         self._sent: set[str] = set()
+        self._still_written: dict[str, float] = {}
         self.publication: registration.StagePublication | None = None
 
     def register(self, kv_caches: "dict[str, torch.Tensor]") -> None:
@@ -90,11 +92,22 @@ class WorkerSide:
         """What ended since the last call."""
         results = WorkerResults(sent=self._sent)
         self._sent = set()
+        now = time.monotonic()
         for result in self._puller.take_results() if self._puller else ():
             results.received.add(result.request_id)
             if not result.succeeded:
                 results.failed.add(result.request_id)
+            elif result.written_until > now:
+                self._still_written[result.request_id] = result.written_until - now
         return results
+
+    def take_still_written(self) -> dict[str, float]:
+        """Requests just received whose blocks a given-up read may write, and for how many seconds.
+
+        To be reported together with what ``take_results`` gave.
+        """
+        still_written, self._still_written = self._still_written, {}
+        return still_written
 
     def take_counts(self) -> dict[str, float]:
         """Counters since the last call, by metric name."""

@@ -1,11 +1,14 @@
 """The decode node's scheduler side: whatever happens to a request, its lease is given back once."""
 
+from collections import Counter
+
 import pytest
 
 pytest.importorskip("zmq")
 
 from kvpp_connect.connectors.mooncake_v2.consumer import Consumer
 from kvpp_connect.connectors.mooncake_v2.metadata import handover_params
+from kvpp_connect.connectors.mooncake_v2.quarantine import BlockQuarantine
 from kvpp_connect.connectors.mooncake_v2.wire import LeaseRef
 
 PROMPT = list(range(40))
@@ -14,9 +17,22 @@ PROMPT = list(range(40))
 class NotingReleaser:
     def __init__(self):
         self.released = []
+        self.delays_s = []
 
-    def release(self, remote):
+    def release(self, remote, delay_s=0.0):
         self.released.append(remote.lease.request_id)
+        self.delays_s.append(delay_s)
+
+
+class CountedPins:
+    def __init__(self):
+        self.pins = Counter()
+
+    def pin(self, block_ids):
+        self.pins.update(block_ids)
+
+    def unpin(self, block_ids):
+        self.pins.subtract(block_ids)
 
 
 @pytest.fixture
@@ -25,8 +41,20 @@ def releaser():
 
 
 @pytest.fixture
-def consumer(releaser):
-    return Consumer(releaser)
+def pool():
+    return CountedPins()
+
+
+@pytest.fixture
+def quarantine(pool):
+    quarantine = BlockQuarantine()
+    quarantine.bind(pool)
+    return quarantine
+
+
+@pytest.fixture
+def consumer(releaser, quarantine):
+    return Consumer(releaser, quarantine)
 
 
 def params(prompt=PROMPT, request_id="remote-1"):
@@ -87,6 +115,34 @@ def test_an_abort_during_the_pull_releases_only_when_the_workers_are_done(consum
     assert releaser.released == []
     consumer.received(["r"])
     assert releaser.released == ["remote-1"]
+
+
+def test_blocks_that_a_read_may_still_write_are_pinned_and_the_lease_is_kept(
+    consumer, releaser, pool
+):
+    pull(consumer)
+    consumer.still_written({"r": 30.0})
+    consumer.received(["r"])
+    assert pool.pins == {1: 1, 2: 1, 3: 1}
+    assert releaser.released == ["remote-1"]
+    assert 29 < releaser.delays_s[0] <= 30
+
+
+def test_a_pull_that_ends_well_pins_nothing_and_releases_without_delay(consumer, releaser, pool):
+    pull(consumer)
+    consumer.still_written({"somebody else": 30.0})
+    consumer.received(["r"])
+    assert not pool.pins
+    assert releaser.delays_s[0] <= 0
+
+
+def test_an_abort_during_a_repeated_read_keeps_blocks_and_lease(consumer, releaser, pool):
+    pull(consumer)
+    consumer.finished("r", params(), PROMPT)
+    consumer.still_written({"r": 30.0})
+    consumer.received(["r"])
+    assert pool.pins == {1: 1, 2: 1, 3: 1}
+    assert releaser.delays_s[0] > 29
 
 
 def test_a_full_local_hit_releases_without_pulling(consumer, releaser):

@@ -80,3 +80,24 @@ def test_closing_sends_what_is_queued_and_ends_in_time(producer, free_port):
     releaser.close()
     assert time.monotonic() - began < 5
     assert producer.released == ["r"]
+
+
+def test_a_delayed_release_comes_later_and_holds_nothing_up(producer):
+    releaser = LeaseReleaser(timeout_s=2)
+    began = time.monotonic()
+    releaser.release(remote(producer.port, "late"), delay_s=0.3)
+    releaser.release(remote(producer.port, "now"), delay_s=-1.0)
+    wait_for(producer.released, ["now"])
+    assert time.monotonic() - began < 0.3
+    wait_for(producer.released, ["now", "late"])
+    assert time.monotonic() - began >= 0.3
+    releaser.close()
+
+
+def test_closing_does_not_wait_for_delayed_releases(producer):
+    releaser = LeaseReleaser(timeout_s=2)
+    releaser.release(remote(producer.port), delay_s=60)
+    began = time.monotonic()
+    releaser.close()
+    assert time.monotonic() - began < 5
+    assert producer.released == []

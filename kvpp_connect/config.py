@@ -10,7 +10,8 @@ from kvpp_connect.errors import ConfigError
 ENABLE_KEY = "enable_kvpp"
 OPTIONS_KEY = "kvpp"
 
-Mode = Literal["full", "compact"]
+Mode = Literal["auto", "full", "compact"]
+Transport = Literal["auto", "collective", "shared_memory"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,15 +21,20 @@ class KvppConfig:
     Attributes:
         enabled: whether KVPP is on (``additional_config["enable_kvpp"]``).
         mode: ``full`` broadcasts a layer's complete bundle into whole-layer scratch; ``compact``
-            only the blocks of running requests, into scratch that holds no more than those.
+            only the blocks of running requests, into scratch that holds no more than those;
+            ``auto`` is compact wherever the deployment allows it, else full.
         running_tokens: tokens that running requests may hold at once in ``compact`` mode; empty: a
             quarter of the cache, at least one request of maximum length.
+        transport: how broadcasts travel: ``collective`` through ``torch.distributed``,
+            ``shared_memory`` between ranks on one machine without an accelerator; ``auto`` takes
+            shared memory where that works, else the collective.
         broadcast_timeout_s: seconds after which a broadcast that makes no progress is an error.
     """
 
     enabled: bool = False
-    mode: Mode = "full"
+    mode: Mode = "auto"
     running_tokens: int | None = None
+    transport: Transport = "auto"
     broadcast_timeout_s: float = 120.0
 
 
@@ -87,9 +93,7 @@ def _parse_options(options: Mapping[str, Any], enabled: bool) -> KvppConfig:
     known = {field.name for field in fields(KvppConfig)} - {"enabled"}
     reject_unknown_keys(options, known, where)
     defaults = KvppConfig()
-    mode = options.get("mode", defaults.mode)
-    if mode not in get_args(Mode):
-        raise ConfigError(f"{where}.mode is {mode!r}; expected one of: {', '.join(get_args(Mode))}")
+    mode = _parse_choice(options.get("mode", defaults.mode), get_args(Mode), f"{where}.mode")
     running_tokens = options.get("running_tokens")
     if running_tokens is not None and (
         isinstance(running_tokens, bool)
@@ -99,12 +103,20 @@ def _parse_options(options: Mapping[str, Any], enabled: bool) -> KvppConfig:
         raise ConfigError(
             f"{where}.running_tokens is {running_tokens!r}; expected a number of tokens"
         )
-    if running_tokens is not None and mode != "compact":
-        raise ConfigError(f'{where}.running_tokens has a meaning with "mode": "compact" only')
+    if running_tokens is not None and mode == "full":
+        raise ConfigError(f'{where}.running_tokens has no meaning with "mode": "full"')
+    transport = options.get("transport", defaults.transport)
     timeout = options.get("broadcast_timeout_s", defaults.broadcast_timeout_s)
     return KvppConfig(
         enabled=enabled,
         mode=mode,
         running_tokens=running_tokens,
+        transport=_parse_choice(transport, get_args(Transport), f"{where}.transport"),
         broadcast_timeout_s=parse_positive_seconds(timeout, f"{where}.broadcast_timeout_s"),
     )
+
+
+def _parse_choice(value: Any, choices: tuple[Any, ...], name: str) -> Any:  # noqa: ANN401 - a Literal
+    if value not in choices:
+        raise ConfigError(f"{name} is {value!r}; expected one of: {', '.join(choices)}")
+    return value

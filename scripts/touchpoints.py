@@ -17,7 +17,8 @@ def render() -> str:
     for entry in LEDGER:
         shape = f"({', '.join(entry.parameters)})" if entry.parameters is not None else ""
         shape = shape or ", ".join(entry.fields) or "exists"
-        lines.append(f"| `{entry.target}` | `{shape}` | {entry.why} |")
+        where = " or ".join(f"`{t}`" for t in (entry.target, entry.elsewhere) if t)
+        lines.append(f"| {where} | `{shape}` | {entry.why} |")
     return "\n".join(lines) + "\n"
 
 

@@ -18,6 +18,8 @@ def _find(body: list[ast.stmt], name: str) -> ast.stmt | None:
     for node in body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
             return node
+        if isinstance(node, ast.ImportFrom) and name in {a.asname or a.name for a in node.names}:
+            return node
         if isinstance(node, ast.If):
             found = _find([*node.body, *node.orelse], name)
             if found is not None:
@@ -39,12 +41,20 @@ def _fields(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> list[str]:
     return found + [name for name in names if name not in found]
 
 
-def _fact(tree: ast.Module, qualified: str) -> dict[str, list[str]]:
+def _fact(archive: zipfile.ZipFile, target: str) -> dict[str, list[str]] | None:
+    """What a symbol looks like; ``None`` where it is not."""
+    module, _, qualified = target.partition(":")
+    path = module.replace(".", "/") + ".py"
+    if path not in archive.namelist():
+        return None
+    tree = ast.parse(archive.read(path))
     node: ast.AST | None = tree
     for part in qualified.split("."):
         node = _find(getattr(node, "body", []), part)
-        if node is None:
-            raise SystemExit(f"{qualified} is not in the wheel")
+    if node is None:
+        return None
+    if isinstance(node, ast.ImportFrom):  # imported into the module by the same name
+        return _fact(archive, f"{node.module}:{qualified}")
     if isinstance(node, ast.FunctionDef):
         arguments = node.args
         names = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
@@ -54,15 +64,23 @@ def _fact(tree: ast.Module, qualified: str) -> dict[str, list[str]]:
     return {"fields": _fields(node, classes)} if isinstance(node, ast.ClassDef) else {}
 
 
+def _facts(archive: zipfile.ZipFile) -> dict[str, dict[str, list[str]]]:
+    """The facts of all entries of the ledger, by target."""
+    facts: dict[str, dict[str, list[str]]] = {}
+    for entry in LEDGER:
+        found = [_fact(archive, t) for t in (entry.target, entry.elsewhere) if t is not None]
+        known = next((fact for fact in found if fact is not None), None)
+        if known is None:
+            raise SystemExit(f"{entry.target} is not in the wheel")
+        facts[entry.target] = known
+    return facts
+
+
 def main() -> None:
     """Read the wheel named first into the file named second."""
     wheel, out = sys.argv[1:]
-    facts: dict[str, dict[str, list[str]]] = {}
     with zipfile.ZipFile(wheel) as archive:
-        for entry in LEDGER:
-            module, _, qualified = entry.target.partition(":")
-            source = archive.read(module.replace(".", "/") + ".py")
-            facts[entry.target] = _fact(ast.parse(source), qualified)
+        facts = _facts(archive)
     with open(out, "w") as file:
         json.dump(facts, file, indent=1)
         file.write("\n")

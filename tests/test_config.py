@@ -34,10 +34,14 @@ def test_unknown_keys_are_refused_with_the_nearest_right_one():
     ("options", "message"),
     [
         ([], r"additional_config\.kvpp is \[\]"),
-        ({"mode": "fast"}, r"kvpp\.mode is 'fast'; expected one of: full, compact"),
+        ({"mode": "fast"}, r"kvpp\.mode is 'fast'; expected one of: auto, full, compact"),
         ({"mode": "compact", "running_tokens": 0}, "running_tokens is 0"),
         ({"mode": "compact", "running_tokens": "9"}, "running_tokens is '9'"),
-        ({"running_tokens": 9}, 'with "mode": "compact" only'),
+        ({"mode": "full", "running_tokens": 9}, 'no meaning with "mode": "full"'),
+        ({"mode": []}, r"kvpp\.mode is \[\]; expected"),
+        ({"transport": "gloo"}, "'gloo'; expected one of: auto, collective, shared_memory"),
+        ({"transport": None}, r"kvpp\.transport is None"),
+        ({"transports": "auto"}, "did you mean 'transport'"),
         ({"broadcast_timeout_s": 0}, "broadcast_timeout_s is 0"),
         ({"broadcast_timeout_s": True}, "broadcast_timeout_s is True"),
         ({"broadcast_timeout_s": "9"}, "broadcast_timeout_s is '9'"),
@@ -46,6 +50,13 @@ def test_unknown_keys_are_refused_with_the_nearest_right_one():
 def test_wrong_values_are_refused_by_name(options, message):
     with pytest.raises(ConfigError, match=message):
         parse_additional_config({"enable_kvpp": True, "kvpp": options})
+
+
+@pytest.mark.parametrize("transport", ["auto", "collective", "shared_memory"])
+def test_the_transport_can_be_chosen_and_is_found_out_otherwise(transport):
+    parsed = parse_additional_config({"enable_kvpp": True, "kvpp": {"transport": transport}})
+    assert parsed.transport == transport
+    assert parse_additional_config({"enable_kvpp": True}).transport == "auto"
 
 
 def test_the_users_configuration_is_not_modified():

@@ -1,6 +1,10 @@
 """Moving bytes from one rank of the KVPP group to all others.
 
 Transports know nothing about layers: they broadcast one contiguous byte tensor.
+
+Where the device has streams, a transport that works on streams orders the stream that is current
+at ``start`` before and after the broadcast, and the host never waits. Every other transport makes
+the host wait, in ``PendingBroadcast.wait``. Callers do the same for both.
 """
 
 from datetime import timedelta
@@ -11,12 +15,16 @@ import torch.distributed as dist
 
 from kvpp_connect.errors import PeerError
 
+STREAM_BACKENDS = frozenset({"nccl", "hccl"})
+
 
 class PendingBroadcast(Protocol):
     """A broadcast under way."""
 
     def wait(self) -> None:
-        """Return when the local bytes may be read and written again.
+        """Return when work that is ordered after ``start`` may read and write the local bytes.
+
+        Returns at once where streams order that; blocks the host elsewhere.
 
         Raises:
             PeerError: a peer died or the time limit passed; the group is unusable from then on.
@@ -32,6 +40,9 @@ class GroupBroadcast(Protocol):
 
         Args:
             data: contiguous one-dimensional byte tensor, untouched until the wait returns.
+
+        Raises:
+            PeerError: the broadcast cannot start; the group is unusable from then on.
         """
         ...
 
@@ -58,16 +69,42 @@ class TorchBroadcast:
         self._global_ranks = global_ranks
 
     def start(self, data: torch.Tensor, source_rank: int) -> PendingBroadcast:
-        work = dist.broadcast(
-            data, src=self._global_ranks[source_rank], group=self._group, async_op=True
-        )
+        try:
+            work = dist.broadcast(
+                data, src=self._global_ranks[source_rank], group=self._group, async_op=True
+            )
+        except RuntimeError as error:
+            raise PeerError(
+                f"broadcast from rank {source_rank} of the KVPP group cannot start: {error}"
+            ) from error
         assert work is not None, "this process is not a member of its own KVPP group"
         return _TorchPending(work, source_rank)
 
 
+class _Arrived:
+    def wait(self) -> None:
+        return
+
+
+class StreamOrdered:
+    """A transport whose wait makes the current stream wait, and not the host (NCCL, HCCL).
+
+    It is called where the broadcast starts, so that all that the current stream is given later
+    runs after the broadcast.
+    """
+
+    def __init__(self, transport: GroupBroadcast) -> None:
+        self._transport = transport
+        self._arrived = _Arrived()
+
+    def start(self, data: torch.Tensor, source_rank: int) -> PendingBroadcast:
+        self._transport.start(data, source_rank).wait()
+        return self._arrived
+
+
 def create_group_broadcast(
     groups: tuple[tuple[int, ...], ...], backend: str, timeout_s: float
-) -> TorchBroadcast:
+) -> GroupBroadcast:
     """Create the process group of every KVPP group and return this process's transport.
 
     ``new_group`` is collective over the world: every process must create every group, in the
@@ -84,4 +121,4 @@ def create_group_broadcast(
         if isinstance(group, dist.ProcessGroup) and dist.get_rank() in ranks:
             mine = TorchBroadcast(group, ranks)
     assert mine is not None, f"rank {dist.get_rank()} is in none of the KVPP groups {groups}"
-    return mine
+    return StreamOrdered(mine) if backend in STREAM_BACKENDS else mine

@@ -38,30 +38,18 @@ class FullPayload:
 
 
 class CompactPayload:
-    """The active blocks of a bundle, one after the other.
+    """The active blocks of a bundle, as one range.
 
     The owner gathers them into its own scratch slot, which is free because it owns the layer; on
     the other ranks the broadcast fills the same slot. No staging buffer and no unused byte.
     """
 
     def __init__(self, placement: RankPlacement, memory: torch.Tensor) -> None:
-        """Bind the plan to memory.
-
-        Raises:
-            LayoutError: a bundle has several components, whose blocks would not lie together.
-        """
+        """Bind the plan to memory."""
         check_memory(placement, memory)
         self._placement = placement
         self._memory = memory
         self._active: ActiveBlocks | None = None
-        self._pages: list[int] = []
-        for bundle in placement.layout.stage.targets:
-            if len(bundle.components) != 1:
-                raise LayoutError(
-                    f"compact mode: layer {bundle.layer_index} has {len(bundle.components)} "
-                    "cache components, this version of kvpp-connect supports one"
-                )
-            self._pages.append(bundle.page_bytes)
 
     def use(self, active: ActiveBlocks) -> None:
         """Set the blocks of the coming forward.
@@ -79,12 +67,17 @@ class CompactPayload:
     def bytes_of(self, ordinal: int) -> torch.Tensor:
         """The active blocks in the bundle's scratch slot, gathered there on the owner."""
         assert self._active is not None, "use() comes before the forward"
-        bundle, page = self._placement.bundles[ordinal], self._pages[ordinal]
-        slot = self._memory[bundle.slot_offset : bundle.slot_offset + len(self._active) * page]
+        bundle, used = self._placement.bundles[ordinal], len(self._active)
         if bundle.owner == self._placement.rank:
-            blocks = self._memory[bundle.offset : bundle.offset + self._placement.num_blocks * page]
-            torch.index_select(blocks.view(-1, page), 0, self._active.ids, out=slot.view(-1, page))
-        return slot
+            for kept, slot in zip(bundle.components, bundle.scratch, strict=True):
+                page = kept.component.page_bytes
+                blocks = self._range(kept.offset, kept.size).view(-1, page)
+                target = self._range(*slot.used_range(used)).view(-1, page)
+                torch.index_select(blocks, 0, self._active.ids, out=target)
+        return self._range(*bundle.used_range(used))
+
+    def _range(self, offset: int, size: int) -> torch.Tensor:
+        return self._memory[offset : offset + size]
 
 
 def check_memory(placement: RankPlacement, memory: torch.Tensor) -> None:

@@ -45,6 +45,9 @@ class ModelSpec:
     qk_rope_dim: int = 64  # fixed by vLLM's CPU kernels
     qk_nope_dim: int = 32
     v_dim: int = 32
+    dense_layers: int | None = None  # the layers after them use experts; None: all are dense
+    experts: int = 8
+    mtp_layers: int = 0  # layers of a multi-token prediction (MTP) draft behind the last
     vocab: int = 512
     max_tokens: int = 4096
     # Weights are normal with std = gain / sqrt(fan_in); gains not named here are 1.
@@ -61,6 +64,16 @@ class ModelSpec:
             )
 
     @property
+    def first_expert_layer(self) -> int:
+        """Index of the first layer that uses experts; ``layers`` where none does."""
+        return self.layers if self.dense_layers is None else self.dense_layers
+
+    @property
+    def expert_intermediate(self) -> int:
+        """Width inside one expert."""
+        return self.intermediate // 4
+
+    @property
     def kv_bytes_per_token(self) -> int:
         """Logical KV bytes of one token in float32, all layers, one copy."""
         return self.layers * (self.kv_lora_rank + self.qk_rope_dim) * _FLOAT32_BYTES
@@ -72,9 +85,7 @@ class ModelSpec:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def write_checkpoint(
-    path: str | Path, *, layers: int = 6, seed: int = 1234, heads: int = 4, hidden: int = 128
-) -> Path:
+def write_checkpoint(path: str | Path, spec: ModelSpec | None = None) -> Path:
     """Write a checkpoint directory unless the same one is already there.
 
     The directory appears complete or not at all. A directory that holds anything else than an
@@ -82,17 +93,14 @@ def write_checkpoint(
 
     Args:
         path: the directory to create.
-        layers: number of decoder layers.
-        seed: seed of the weights.
-        heads: attention heads, a multiple of the tensor-parallel size.
-        hidden: width of the residual stream.
+        spec: what to write; the default model where there is none.
 
     Returns: the absolute path.
 
     Raises:
         ConfigError: `path` holds something else.
     """
-    spec = ModelSpec(layers=layers, seed=seed, heads=heads, hidden=hidden)
+    spec = spec or ModelSpec()
     target = Path(path).absolute()
     if _stored_digest(target) == spec.digest:
         return target
@@ -144,7 +152,7 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 
 
 def _config(spec: ModelSpec) -> dict[str, Any]:
-    """config.json of a dense DeepSeek-V3 (no layer uses experts)."""
+    """config.json of a DeepSeek-V3."""
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
@@ -170,10 +178,10 @@ def _config(spec: ModelSpec) -> dict[str, Any]:
         "max_position_embeddings": spec.max_tokens,
         "rope_theta": 10000,
         "rope_scaling": _identity_yarn(spec.max_tokens),
-        "first_k_dense_replace": spec.layers,
+        "first_k_dense_replace": spec.first_expert_layer,
         "moe_layer_freq": 1,
-        "moe_intermediate_size": 64,
-        "n_routed_experts": 4,
+        "moe_intermediate_size": spec.expert_intermediate,
+        "n_routed_experts": spec.experts,
         "n_shared_experts": 1,
         "num_experts_per_tok": 2,
         "n_group": 1,
@@ -183,7 +191,7 @@ def _config(spec: ModelSpec) -> dict[str, Any]:
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.0,
         "ep_size": 1,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": spec.mtp_layers,
     }
 
 
@@ -205,46 +213,92 @@ def _identity_yarn(max_tokens: int) -> dict[str, Any]:
     }
 
 
+class _Weights:
+    """Tensors by name, float32, on the CPU, drawn in a fixed order."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        import torch
+
+        self._torch = torch
+        self._spec = spec
+        self._generator = torch.Generator().manual_seed(spec.seed)
+        self.tensors: dict[str, torch.Tensor] = {}
+
+    def normal(self, rows: int, columns: int) -> "torch.Tensor":
+        """Standard normal values."""
+        return self._torch.randn(rows, columns, generator=self._generator)
+
+    def linear(self, name: str, rows: int, columns: int, gain: float = 1.0) -> None:
+        """A matrix with standard deviation gain / sqrt(columns)."""
+        self.tensors[f"{name}.weight"] = self.normal(rows, columns) * (gain / math.sqrt(columns))
+
+    def norm(self, name: str, width: int) -> None:
+        """The scale of a normalisation: all ones."""
+        self.tensors[f"{name}.weight"] = self._torch.ones(width)
+
+    def mlp(self, name: str, width: int) -> None:
+        """A gated feed-forward block."""
+        spec = self._spec
+        self.linear(f"{name}.gate_proj", width, spec.hidden)
+        self.linear(f"{name}.up_proj", width, spec.hidden)
+        self.linear(f"{name}.down_proj", spec.hidden, width, spec.gain_down)
+
+    def experts(self, name: str) -> None:
+        """Routed experts, their router, and the shared expert."""
+        spec = self._spec
+        self.linear(f"{name}.gate", spec.experts, spec.hidden)
+        self.tensors[f"{name}.gate.e_score_correction_bias"] = self._torch.zeros(spec.experts)
+        for expert in range(spec.experts):
+            self.mlp(f"{name}.experts.{expert}", spec.expert_intermediate)
+        self.mlp(f"{name}.shared_experts", spec.expert_intermediate)
+
+    def decoder_layer(self, name: str, *, experts: bool) -> None:
+        """Latent attention and a feed-forward block."""
+        spec = self._spec
+        qk_dim = spec.qk_nope_dim + spec.qk_rope_dim
+        latent = spec.kv_lora_rank
+        self.norm(f"{name}.input_layernorm", spec.hidden)
+        self.norm(f"{name}.post_attention_layernorm", spec.hidden)
+        attention = f"{name}.self_attn"
+        self.linear(f"{attention}.q_a_proj", spec.q_lora_rank, spec.hidden)
+        self.norm(f"{attention}.q_a_layernorm", spec.q_lora_rank)
+        self.linear(f"{attention}.q_b_proj", spec.heads * qk_dim, spec.q_lora_rank, spec.gain_q_b)
+        self.linear(f"{attention}.kv_a_proj_with_mqa", latent + spec.qk_rope_dim, spec.hidden)
+        self.norm(f"{attention}.kv_a_layernorm", latent)
+        self.linear(f"{attention}.kv_b_proj", spec.heads * (spec.qk_nope_dim + spec.v_dim), latent)
+        self.linear(f"{attention}.o_proj", spec.hidden, spec.heads * spec.v_dim, spec.gain_o)
+        if experts:
+            self.experts(f"{name}.mlp")
+        else:
+            self.mlp(f"{name}.mlp", spec.intermediate)
+
+    def draft_layer(self, name: str) -> None:
+        """An MTP layer; embedding and head are the model's own."""
+        spec = self._spec
+        self.norm(f"{name}.enorm", spec.hidden)
+        self.norm(f"{name}.hnorm", spec.hidden)
+        self.linear(f"{name}.eh_proj", spec.hidden, 2 * spec.hidden)
+        self.norm(f"{name}.shared_head.norm", spec.hidden)
+        self.tensors[f"{name}.shared_head.head.weight"] = self.tensors["lm_head.weight"].clone()
+        self.tensors[f"{name}.embed_tokens.weight"] = self.tensors[
+            "model.embed_tokens.weight"
+        ].clone()
+        self.decoder_layer(name, experts=spec.first_expert_layer < spec.layers)
+
+
 def _weights(spec: ModelSpec) -> dict[str, "torch.Tensor"]:
-    """All tensors by name, float32, on the CPU."""
-    import torch
-
-    generator = torch.Generator().manual_seed(spec.seed)
-
-    def linear(rows: int, columns: int, gain: float = 1.0) -> "torch.Tensor":
-        values = torch.randn(rows, columns, generator=generator)
-        return values * (gain / math.sqrt(columns))
-
-    head = linear(spec.vocab, spec.hidden, spec.gain_head)
-    head[: len(SPECIAL_TOKENS)] = 0.0  # never the greedy choice, so no early end
-    weights = {
-        "model.embed_tokens.weight": torch.randn(spec.vocab, spec.hidden, generator=generator),
-        "model.norm.weight": torch.ones(spec.hidden),
-        "lm_head.weight": head,
-    }
-    qk_dim = spec.qk_nope_dim + spec.qk_rope_dim
+    """All tensors of a checkpoint."""
+    weights = _Weights(spec)
+    weights.linear("lm_head", spec.vocab, spec.hidden, spec.gain_head)
+    # Special tokens are never the greedy choice, so no answer ends early.
+    weights.tensors["lm_head.weight"][: len(SPECIAL_TOKENS)] = 0.0
+    weights.tensors["model.embed_tokens.weight"] = weights.normal(spec.vocab, spec.hidden)
+    weights.norm("model.norm", spec.hidden)
     for layer in range(spec.layers):
-        tensors = {
-            "input_layernorm": torch.ones(spec.hidden),
-            "post_attention_layernorm": torch.ones(spec.hidden),
-            "self_attn.q_a_proj": linear(spec.q_lora_rank, spec.hidden),
-            "self_attn.q_a_layernorm": torch.ones(spec.q_lora_rank),
-            "self_attn.q_b_proj": linear(spec.heads * qk_dim, spec.q_lora_rank, spec.gain_q_b),
-            "self_attn.kv_a_proj_with_mqa": linear(
-                spec.kv_lora_rank + spec.qk_rope_dim, spec.hidden
-            ),
-            "self_attn.kv_a_layernorm": torch.ones(spec.kv_lora_rank),
-            "self_attn.kv_b_proj": linear(
-                spec.heads * (spec.qk_nope_dim + spec.v_dim), spec.kv_lora_rank
-            ),
-            "self_attn.o_proj": linear(spec.hidden, spec.heads * spec.v_dim, spec.gain_o),
-            "mlp.gate_proj": linear(spec.intermediate, spec.hidden),
-            "mlp.up_proj": linear(spec.intermediate, spec.hidden),
-            "mlp.down_proj": linear(spec.hidden, spec.intermediate, spec.gain_down),
-        }
-        prefix = f"model.layers.{layer}"
-        weights.update({f"{prefix}.{name}.weight": value for name, value in tensors.items()})
-    return weights
+        weights.decoder_layer(f"model.layers.{layer}", experts=layer >= spec.first_expert_layer)
+    for layer in range(spec.layers, spec.layers + spec.mtp_layers):
+        weights.draft_layer(f"model.layers.{layer}")
+    return weights.tensors
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -136,7 +136,7 @@ def _model(spec: ModelSpec) -> Iterator[Path]:
         if not writable:
             folder = tempfile.TemporaryDirectory(prefix="kvpp-model-")
             path = Path(stack.enter_context(folder)) / "model"
-        yield write_checkpoint(path, layers=spec.layers)
+        yield write_checkpoint(path, spec)
 
 
 def _print_report(report: DemoReport, *, as_json: bool) -> None:

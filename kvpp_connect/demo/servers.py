@@ -15,6 +15,8 @@ from kvpp_connect.demo.ports import LOOPBACK
 from kvpp_connect.demo.process import Launch
 
 MODEL_NAME = "kvpp-demo"
+_EAGER = ("--enforce-eager",)
+_COMPILED = ("--compilation-config", '{"cudagraph_mode": "PIECEWISE"}')
 
 
 def _loopback_env() -> dict[str, str]:
@@ -26,7 +28,7 @@ def _with_loopback(value: str) -> str:
     return ",".join(filter(None, (value, LOOPBACK)))
 
 
-def _vllm_env() -> dict[str, str]:
+def _vllm_env(*, compiled: bool) -> dict[str, str]:
     return {
         **_loopback_env(),
         "VLLM_HOST_IP": LOOPBACK,
@@ -35,7 +37,7 @@ def _vllm_env() -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         # vLLM compiles small helpers at the first request even with --enforce-eager: half a minute
         # on two cores, and a C++ compiler would have to be there.
-        "TORCH_COMPILE_DISABLE": "1",
+        "TORCH_COMPILE_DISABLE": "0" if compiled else "1",
         # Several engines share few cores, so none of them pins its threads.
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -62,6 +64,7 @@ class VllmServer:
     kv_cache_bytes: int = 200_000_000  # per rank, all of it resident
     max_model_tokens: int = 2048
     max_requests: int = 8  # that run at the same time
+    compiled: bool = False  # piecewise, which takes about a minute; else eager
     extra_args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
 
@@ -99,10 +102,11 @@ class VllmServer:
             argv=(
                 *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
                 *(word for pair in arguments.items() for word in pair),
-                *("--enforce-eager", "--disable-uvicorn-access-log", *self.extra_args),
+                *(_COMPILED if self.compiled else _EAGER),
+                *("--disable-uvicorn-access-log", *self.extra_args),
             ),
             port=self.port,
-            env={**_vllm_env(), **self.env},
+            env={**_vllm_env(compiled=self.compiled), **self.env},
             scratch_pattern=r"vllm_dist_[0-9a-f]{32}",
         )
 

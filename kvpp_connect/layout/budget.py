@@ -80,14 +80,17 @@ def plan_budget(
     )
 
 
-def capacity_ratio(num_layers: int, group_size: int, scratch_share: float = 1.0) -> float:
-    """Capacity over plain for equal layers: ``L / (ceil(L/K) + 2f)``.
+def capacity_ratio(
+    num_layers: int, group_size: int, scratch_share: float = 1.0, draft_layers: int = 0
+) -> float:
+    """Capacity over plain for equal layers: ``(L + D) / (ceil(L/K) + D + 2f)``.
 
     The two is the number of scratch slots per rank; ``scratch_share`` is f, a slot's blocks over
-    all blocks: 1 in ``full`` mode.
+    all blocks: 1 in ``full`` mode. The D draft layers are on every rank.
 
     Example:
         >>> round(capacity_ratio(78, 8), 2), round(capacity_ratio(78, 8, 0.1), 2)
         (6.5, 7.65)
     """
-    return num_layers / (-(-num_layers // group_size) + NUM_SCRATCH_SLOTS * scratch_share)
+    held = -(-num_layers // group_size) + draft_layers
+    return (num_layers + draft_layers) / (held + NUM_SCRATCH_SLOTS * scratch_share)

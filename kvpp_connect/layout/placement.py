@@ -4,10 +4,19 @@ One rank's allocation, in this order: scratch slot 0, scratch slot 1, the bundle
 the drafts. Scratch comes first because vLLM views every layer's cache with all its blocks: a view
 that begins in a small scratch slot then still ends inside the allocation, over bytes that the
 layer, whose block numbers stay below the slot's, never touches.
+
+Inside a bundle every component is dense, block after block, because attention kernels ask for
+that, or for padding where it is not so. In a slot for running requests a forward uses some of the
+blocks, and they are broadcast as one range. So where a bundle has two components the first one
+fills its blocks from the back and the second one from the front:
+
+    first component [ . . . 0 1 2 ] second component [ 0 1 2 . . . ]
+                          |<------- one range ------->|
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import zip_longest
 
 from kvpp_connect.errors import LayoutError
 from kvpp_connect.layout.model import CacheComponent, LayerBundle, StageLayers
@@ -15,6 +24,7 @@ from kvpp_connect.layout.ownership import assign_owners
 from kvpp_connect.layout.scratch import FullScratch, ScratchSize
 
 NUM_SCRATCH_SLOTS = 2
+MAX_RUNNING_COMPONENTS = 2  # of a bundle, in a slot for running requests
 
 
 def align_up(value: int, alignment: int) -> int:
@@ -45,6 +55,23 @@ class GroupLayout:
         strangers = [owner for owner in self.owners if not 0 <= owner < self.group_size]
         if strangers:
             raise LayoutError(f"owners {strangers} are outside a group of {self.group_size} ranks")
+        most = max((len(bundle.components) for bundle in self.stage.targets), default=0)
+        if not self.mirrors_layers and most > MAX_RUNNING_COMPONENTS:
+            raise LayoutError(
+                f"compact mode: a layer has {most} cache components, the blocks of at most "
+                f"{MAX_RUNNING_COMPONENTS} form one range. Set kvpp.mode to full"
+            )
+
+    @property
+    def mirrors_layers(self) -> bool:
+        """Whether a scratch slot looks like the owner's bundle, byte for byte."""
+        return isinstance(self.scratch, FullScratch)
+
+    @property
+    def slots_change_shape(self) -> bool:
+        """Whether what one layer leaves in a slot lies under other components of the next one."""
+        shapes = [[c.page_bytes for c in bundle.components] for bundle in self.stage.targets]
+        return any(len(set(pages) - {0}) > 1 for pages in zip_longest(*shapes, fillvalue=0))
 
     def slot(self, ordinal: int) -> int:
         """Scratch slot of the ``ordinal``-th target bundle of the stage."""
@@ -79,15 +106,16 @@ class GroupLayout:
         return max((self.bundle_bytes(b, blocks) for b in self.stage.targets), default=0)
 
     def _view_end(self, num_blocks: int) -> int:
-        """Where the views of all blocks end that vLLM makes of layers in scratch slot 1."""
-        blocks = self.scratch.blocks(num_blocks)
-        end = 0
-        for bundle in self.stage.targets:
-            offset = (NUM_SCRATCH_SLOTS - 1) * self.slot_bytes(num_blocks)
-            for component in bundle.components:
-                end = max(end, offset + component.page_bytes * num_blocks)
-                offset += self.component_bytes(component, blocks)
-        return end
+        """Where the views of all blocks end that vLLM makes of layers in the last scratch slot."""
+        offset = (NUM_SCRATCH_SLOTS - 1) * self.slot_bytes(num_blocks)
+        return max(
+            (
+                place.offset + place.component.page_bytes * num_blocks
+                for bundle in self.stage.targets
+                for place in place_scratch(self, bundle, offset, num_blocks)
+            ),
+            default=0,
+        )
 
 
 def plan_group(
@@ -113,7 +141,8 @@ class ComponentPlace:
     ``num_blocks`` blocks, which in scratch may be fewer than the layer has.
 
     ``persistent`` is false for a scratch slot, whose bytes belong to another layer most of the
-    time: nothing but the running forward may read them.
+    time: nothing but the running forward may read them. ``from_back`` is true where a forward that
+    uses some of the blocks takes the last ones.
     """
 
     component: CacheComponent
@@ -121,6 +150,17 @@ class ComponentPlace:
     size: int
     num_blocks: int
     persistent: bool
+    from_back: bool = False
+
+    def first_block(self, used_blocks: int) -> int:
+        """Number, in this place, of the first of so many blocks that a forward uses."""
+        return self.num_blocks - used_blocks if self.from_back else 0
+
+    def used_range(self, used_blocks: int) -> tuple[int, int]:
+        """Offset and size in bytes of the blocks that a forward uses."""
+        page_bytes = self.component.page_bytes
+        start = self.offset + self.first_block(used_blocks) * page_bytes
+        return start, used_blocks * page_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +168,8 @@ class BundlePlace:
     """Where one target bundle lies on this rank, as one contiguous range of bytes.
 
     ``slot_offset`` is the base of the scratch slot that the layer uses on the ranks that do not
-    own it; it exists on the owner as well.
+    own it; it exists on the owner as well. ``components`` are where the layer finds its caches,
+    ``scratch`` is where they lie in the slot: the same but on the owner.
     """
 
     ordinal: int
@@ -137,6 +178,14 @@ class BundlePlace:
     slot_offset: int
     offset: int
     size: int
+    components: tuple[ComponentPlace, ...]
+    scratch: tuple[ComponentPlace, ...]
+
+    def used_range(self, used_blocks: int) -> tuple[int, int]:
+        """Offset and size in bytes of the blocks in the slot that a forward uses: one range."""
+        start, _ = self.scratch[0].used_range(used_blocks)
+        last, size = self.scratch[-1].used_range(used_blocks)
+        return start, last + size - start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,29 +225,32 @@ def place_rank(layout: GroupLayout, rank: int, num_blocks: int) -> RankPlacement
     scratch_blocks = layout.scratch.blocks(num_blocks)
 
     bundles: list[BundlePlace] = []
-    components: list[ComponentPlace] = []
     next_persistent = NUM_SCRATCH_SLOTS * slot_bytes
     for ordinal, (bundle, owner) in enumerate(
         zip(layout.stage.targets, layout.owners, strict=True)
     ):
-        owned = owner == rank
-        slot = layout.slot(ordinal)
-        offset = next_persistent if owned else slot * slot_bytes
-        blocks = num_blocks if owned else scratch_blocks
-        size = layout.bundle_bytes(bundle, blocks)
-        next_persistent += size if owned else 0
+        slot_offset = layout.slot(ordinal) * slot_bytes
+        scratch = place_scratch(layout, bundle, slot_offset, num_blocks)
+        if owner == rank:
+            offset, size = next_persistent, layout.bundle_bytes(bundle, num_blocks)
+            components = _place_run(layout, bundle.components, offset, num_blocks, True)
+            next_persistent += size
+        else:
+            offset, size = slot_offset, layout.bundle_bytes(bundle, scratch_blocks)
+            components = scratch
         bundles.append(
             BundlePlace(
                 ordinal=ordinal,
                 owner=owner,
-                slot=slot,
-                slot_offset=slot * slot_bytes,
+                slot=layout.slot(ordinal),
+                slot_offset=slot_offset,
                 offset=offset,
                 size=size,
+                components=components,
+                scratch=scratch,
             )
         )
-        components += _place_run(layout, bundle.components, offset, blocks, owned)
-    components += _place_run(layout, layout.stage.drafts, next_persistent, num_blocks, True)
+    drafts = _place_run(layout, layout.stage.drafts, next_persistent, num_blocks, True)
     return RankPlacement(
         layout=layout,
         rank=rank,
@@ -206,8 +258,21 @@ def place_rank(layout: GroupLayout, rank: int, num_blocks: int) -> RankPlacement
         scratch_blocks=scratch_blocks,
         total_bytes=layout.rank_bytes(rank, num_blocks),
         bundles=tuple(bundles),
-        components=tuple(components),
+        components=(*(place for bundle in bundles for place in bundle.components), *drafts),
     )
+
+
+def place_scratch(
+    layout: GroupLayout, bundle: LayerBundle, slot_offset: int, num_blocks: int
+) -> tuple[ComponentPlace, ...]:
+    """Place a bundle in a scratch slot, where a layer of ``num_blocks`` blocks may have fewer."""
+    blocks = layout.scratch.blocks(num_blocks)
+    places = _place_run(layout, bundle.components, slot_offset, blocks, False)
+    if layout.mirrors_layers or len(places) == 1:
+        return places
+    # Against the second component, so that no padding parts the two.
+    first, second = places
+    return (replace(first, offset=second.offset - first.size, from_back=True), second)
 
 
 def _place_run(
@@ -216,7 +281,7 @@ def _place_run(
     offset: int,
     num_blocks: int,
     persistent: bool,
-) -> list[ComponentPlace]:
+) -> tuple[ComponentPlace, ...]:
     places: list[ComponentPlace] = []
     for component in components:
         places.append(
@@ -229,4 +294,4 @@ def _place_run(
             )
         )
         offset += layout.component_bytes(component, num_blocks)
-    return places
+    return tuple(places)

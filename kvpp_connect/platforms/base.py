@@ -1,8 +1,10 @@
 """What differs between devices, as data. One entry per device that KVPP runs on."""
 
 from dataclasses import dataclass
+from importlib import import_module
 
 from kvpp_connect.errors import ConfigError
+from kvpp_connect.platforms.device import Device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +17,7 @@ class Platform:
         alignment_bytes: alignment of every cache component's base.
         worker_cls: dotted name of the vLLM worker that the platform would use by itself.
         kvpp_worker_cls: dotted name of its KVPP subclass.
+        device_cls: dotted name of its :class:`~kvpp_connect.platforms.device.Device`.
         transfer_protocol: default protocol of the transfer engine.
     """
 
@@ -23,7 +26,17 @@ class Platform:
     alignment_bytes: int
     worker_cls: str
     kvpp_worker_cls: str
+    device_cls: str
     transfer_protocol: str
+
+    def create_device(self) -> Device:
+        """Make this process's device; its module may load the vendor's libraries.
+
+        Raises:
+            ConfigError: the device or its libraries are missing.
+        """
+        module, _, name = self.device_cls.rpartition(".")
+        return getattr(import_module(module), name)()
 
 
 PLATFORMS: dict[str, Platform] = {
@@ -33,6 +46,7 @@ PLATFORMS: dict[str, Platform] = {
         alignment_bytes=64,
         worker_cls="vllm.v1.worker.cpu_worker.CPUWorker",
         kvpp_worker_cls="kvpp_connect.seam.cpu_worker.KvppCPUWorker",
+        device_cls="kvpp_connect.platforms.cpu.CpuDevice",
         transfer_protocol="tcp",
     ),
 }

@@ -1,12 +1,13 @@
 """Compact mode inside vLLM's model runner: scratch layers see positions instead of block ids.
 
-vLLM keys slot mappings by layer name and builds attention metadata per attention group. So the
-runner's attention group is split in two, layers that this rank owns and layers in scratch, and the
-second one's metadata is built from renumbered common metadata, whatever the backend.
+vLLM keys slot mappings by layer name and builds attention metadata per attention group. So each of
+the runner's attention groups is split, into the layers that this rank owns and those in scratch,
+whose metadata is built from renumbered common metadata, whatever the backend. Caches that fill
+scratch from the back have numbers of their own, and so a group of their own.
 """
 
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.worker.utils import AttentionGroup
@@ -15,7 +16,7 @@ from kvpp_connect.broadcast.active import ActiveBlocks
 from kvpp_connect.broadcast.engine import PrefetchEngine
 from kvpp_connect.broadcast.payload import CompactPayload
 from kvpp_connect.errors import SeamError
-from kvpp_connect.layout import RankPlacement
+from kvpp_connect.layout import ComponentPlace, RankPlacement
 
 if TYPE_CHECKING:
     import torch
@@ -33,19 +34,21 @@ class CompactForward:
         engine: PrefetchEngine,
         runner: "GPUModelRunner",
     ) -> None:
-        """Split the runner's attention group and take over its slot mappings."""
+        """Split the runner's attention groups and take over its slot mappings."""
         self._placement = placement
         self._payload = payload
         self._engine = engine
         self._runner = runner
-        self._scratch_layers = frozenset(
-            place.component.layer_name for place in placement.components if not place.persistent
-        )
+        self._scratch = {
+            name: place for name, place in placement.by_layer_name.items() if not place.persistent
+        }
         self._open = False
         self._history = False
         self.active: ActiveBlocks | None = None
         self.block_tokens = _block_tokens(runner, placement)
         self._split_groups()
+        self._zero_owned_layers_only()
+        _translate_alone(runner.compilation_config.static_forward_context, placement)
         self._original_slot_mappings = runner._get_slot_mappings  # noqa: SLF001 - in the ledger
         runner._get_slot_mappings = self._get_slot_mappings  # noqa: SLF001 - in the ledger
 
@@ -67,12 +70,14 @@ class CompactForward:
         self._payload.use(self.active)
         if self._history:
             self._engine.arm()
-        renumbered: dict[int, torch.Tensor] = {}
-        for name in self._scratch_layers & by_layer.keys():
-            slots = by_layer[name]
-            if id(slots) not in renumbered:
-                renumbered[id(slots)] = self.active.renumber_slots(slots, self.block_tokens)
-            by_layer[name] = renumbered[id(slots)]
+        renumbered: dict[tuple[int, int], torch.Tensor] = {}
+        for name in self._scratch.keys() & by_layer.keys():
+            slots, first = by_layer[name], self._scratch[name].first_block(len(self.active))
+            if (id(slots), first) not in renumbered:
+                renumbered[id(slots), first] = self.active.renumber_slots(
+                    slots, self.block_tokens, first
+                )
+            by_layer[name] = renumbered[id(slots), first]
         return by_group, by_layer
 
     def _collect_active(self) -> ActiveBlocks:
@@ -80,22 +85,43 @@ class CompactForward:
         requests = batch.num_reqs
         tokens = self._runner.optimistic_seq_lens_cpu[:requests]
         blocks_used = (tokens + self.block_tokens - 1) // self.block_tokens
-        table = batch.block_table[0].get_device_tensor(requests)
-        return ActiveBlocks(table, blocks_used, self._placement.num_blocks)
+        table = batch.block_table[0].get_cpu_tensor()[:requests]
+        blocks = self._placement.num_blocks
+        return ActiveBlocks(table, blocks_used, blocks, self._runner.device)
 
     def _split_groups(self) -> None:
         runner = self._runner
         for group_id, groups in enumerate(runner.attn_groups):
             split: list[AttentionGroup] = []
             for group in groups:
-                here = [n for n in group.layer_names if n not in self._scratch_layers]
-                scratch = [n for n in group.layer_names if n in self._scratch_layers]
-                if here:
-                    group.layer_names = here
-                    split.append(group)
-                if scratch:
-                    split.append(self._scratch_group(group, scratch, group_id))
+                parts: dict[str, list[str]] = {}
+                for name in group.layer_names:
+                    parts.setdefault(self._part(name), []).append(name)
+                for part, names in parts.items():
+                    if part == "owned":
+                        group.layer_names = names
+                        split.append(group)
+                    else:
+                        split.append(self._scratch_group(group, names, group_id))
             runner.attn_groups[group_id] = split
+
+    def _zero_owned_layers_only(self) -> None:
+        """Where vLLM zeroes new blocks it does so by their ids, which are not scratch's."""
+        runner = self._runner
+        if not runner.kv_cache_config.needs_kv_cache_zeroing:
+            return
+        groups = runner.attn_groups
+        runner.attn_groups = [
+            [group for group in split if not isinstance(group, _ScratchGroup)] for split in groups
+        ]
+        runner._init_kv_zero_meta()  # noqa: SLF001 - in the ledger
+        runner.attn_groups = groups
+
+    def _part(self, name: str) -> str:
+        """What the layers of one group have in common: how their blocks are numbered."""
+        if name not in self._scratch:
+            return "owned"
+        return "from back" if self._scratch[name].from_back else "from front"
 
     def _scratch_group(
         self, group: AttentionGroup, names: list[str], group_id: int
@@ -105,7 +131,8 @@ class CompactForward:
             layer_names=names,
             kv_cache_spec=group.kv_cache_spec,
             kv_cache_group_id=group.kv_cache_group_id,
-            owner=self,
+            forward=self,
+            place=self._scratch[names[0]],
         )
         runner = self._runner
         made.create_metadata_builders(
@@ -123,7 +150,8 @@ class CompactForward:
 class _ScratchGroup(AttentionGroup):
     """An attention group whose metadata is built from renumbered common metadata."""
 
-    owner: CompactForward | None = field(default=None, kw_only=True)
+    forward: CompactForward | None = field(default=None, kw_only=True)
+    place: ComponentPlace | None = field(default=None, kw_only=True)  # of any of the layers
 
     def build_metadata(
         self,
@@ -132,16 +160,36 @@ class _ScratchGroup(AttentionGroup):
         common_prefix_len: int = 0,
         **kwargs: Any,  # noqa: ANN401 - passed through
     ) -> "AttentionMetadata":
-        assert self.owner is not None
-        active = self.owner.active
+        assert self.forward is not None
+        assert self.place is not None
+        active = self.forward.active
         if active is not None:
             renumbered = copy(common_attn_metadata)
-            renumbered.block_table_tensor = active.renumber_table(renumbered.block_table_tensor)
+            first = self.place.first_block(len(active))
+            renumbered.block_table_tensor = active.renumber_table(
+                renumbered.block_table_tensor, first
+            )
             renumbered.slot_mapping = active.renumber_slots(
-                renumbered.slot_mapping, self.owner.block_tokens
+                renumbered.slot_mapping, self.forward.block_tokens, first
             )
             common_attn_metadata = renumbered
         return super().build_metadata(common_attn_metadata, ubatch_idx, common_prefix_len, **kwargs)
+
+
+def _translate_alone(layers: dict[str, Any], placement: RankPlacement) -> None:
+    """Let each layer translate the indexer's choice to block numbers by itself.
+
+    Layers that share a choice share its translation too, which the first of them makes with its own
+    block table. Here the others may need other numbers.
+    """
+    for place in placement.components:
+        impl = getattr(layers[place.component.layer_name], "impl", None)
+        group = getattr(impl, "index_group", None)
+        if impl is not None and group is not None and group.num_layers > 1:
+            # Without an indexer of its own a group waits for all that the layer was given before,
+            # so that all of them may use one set of buffers.
+            impl.index_group = replace(group, num_layers=1, has_indexer=False)
+            impl.index_group_index = 0
 
 
 def _block_tokens(runner: "GPUModelRunner", placement: RankPlacement) -> int:

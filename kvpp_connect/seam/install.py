@@ -62,19 +62,9 @@ def enable(vllm_config: "VllmConfig", config: KvppConfig, chosen_worker: str) ->
             "Remove --worker-cls, or turn enable_kvpp off"
         )
     vllm_config.parallel_config.worker_cls = platform.kvpp_worker_cls
-    if config.mode == "compact":
-        settings.scratch_size(vllm_config, config)
-        _choose_scheduler(vllm_config)
-    logger.debug("KVPP on: mode %s, worker %s", config.mode, platform.kvpp_worker_cls)
-
-
-def _choose_scheduler(vllm_config: "VllmConfig") -> None:
-    scheduler = vllm_config.scheduler_config
-    name = "KvppAsyncScheduler" if scheduler.async_scheduling else "KvppScheduler"
-    wanted = f"kvpp_connect.seam.scheduler.{name}"
-    if scheduler.scheduler_cls not in (None, wanted):
-        raise ConfigError(
-            f"enable_kvpp: scheduler_cls is {scheduler.scheduler_cls!r}; compact mode needs a "
-            "scheduler of its own. Remove --scheduler-cls, or set kvpp.mode to full"
-        )
-    scheduler.scheduler_cls = wanted
+    choice = settings.choose_mode(vllm_config, config)
+    if choice.mode == "compact":
+        settings.scratch_size(vllm_config, config)  # refuses what cannot work
+        scheduler = vllm_config.scheduler_config
+        scheduler.scheduler_cls = settings.KVPP_SCHEDULERS[bool(scheduler.async_scheduling)]
+    logger.debug("KVPP on: mode %s, worker %s", choice.mode, platform.kvpp_worker_cls)

@@ -23,6 +23,7 @@ class Touchpoint:
 
     Attributes:
         target: ``module:qualified.name``.
+        elsewhere: the same where other supported releases have it.
         parameters: exact parameter names of a callable, ``self`` or ``cls`` included; ``None``
             where only existence matters.
         fields: names that must be fields of a dataclass.
@@ -30,6 +31,7 @@ class Touchpoint:
     """
 
     target: str
+    elsewhere: str | None = None
     parameters: tuple[str, ...] | None = None
     fields: tuple[str, ...] = ()
     why: str
@@ -71,6 +73,33 @@ LEDGER: tuple[Touchpoint, ...] = (
         "MLAAttention.prepare_kv_cache_update",
         parameters=("self", "attn_metadata"),
         why="called on every MLA layer before it writes or reads its cache: the place to wait",
+    ),
+    Touchpoint(
+        target="vllm.v1.attention.backend:AttentionImplBase.prepare_for_batch",
+        parameters=("self", "attn_metadata"),
+        why="called before that where one kernel writes a sparse layer's caches: the place to wait",
+    ),
+    Touchpoint(
+        target="vllm.model_executor.layers.sparse_attn_indexer:_resolve_layer_name",
+        parameters=("layer_name",),
+        why="looked up first by the indexer op, for its cache: the place to wait",
+    ),
+    Touchpoint(
+        target="vllm.v1.core.kv_cache_utils:get_kv_cache_groups",
+        elsewhere="vllm.v1.core.kv_cache_planning:get_kv_cache_groups",
+        parameters=("vllm_config", "kv_cache_spec"),
+        why="how the planner groups this stage's caches",
+    ),
+    Touchpoint(
+        target="vllm.v1.core.kv_cache_utils:get_kv_cache_config_from_groups",
+        elsewhere="vllm.v1.core.kv_cache_planning:get_kv_cache_config_from_groups",
+        parameters=("vllm_config", "kv_cache_groups", "available_memory"),
+        why="by how many bytes per block the planner divides the budget",
+    ),
+    Touchpoint(
+        target="vllm.v1.kv_cache_interface:KVCacheSpec.get_block_stride_alignment",
+        parameters=("self",),
+        why="padding between the blocks of a cache",
     ),
     Touchpoint(
         target="vllm.v1.kv_cache_interface:KVCacheTensor",
@@ -154,6 +183,16 @@ LEDGER: tuple[Touchpoint, ...] = (
         why="compact: builds the scratch half from renumbered common metadata",
     ),
     Touchpoint(
+        target="vllm.v1.worker.gpu_model_runner:GPUModelRunner._init_kv_zero_meta",
+        parameters=("self",),
+        why="compact: keeps the zeroing of new blocks out of scratch",
+    ),
+    Touchpoint(
+        target="vllm.v1.attention.backends.mla.index_group:SparseMLAIndexGroup",
+        fields=("has_indexer", "num_layers"),
+        why="compact: layers that share an indexer's choice translate it one by one",
+    ),
+    Touchpoint(
         target="vllm.v1.core.block_pool:BlockPool.get_num_free_blocks",
         parameters=("self",),
         why="compact: what every allocation asks",
@@ -216,11 +255,8 @@ def vllm_version() -> str:
 
 def check_touchpoint(touchpoint: Touchpoint) -> str | None:
     """Return what is wrong with one symbol, or ``None``."""
-    module_name, _, qualified = touchpoint.target.partition(":")
     try:
-        found: Any = importlib.import_module(module_name)
-        for part in qualified.split("."):
-            found = inspect.getattr_static(found, part)
+        found = _find(touchpoint)
     except (ImportError, AttributeError) as error:
         return f"{touchpoint.target} is missing ({error})"
     if touchpoint.parameters is not None:
@@ -237,6 +273,22 @@ def check_touchpoint(touchpoint: Touchpoint) -> str | None:
         if absent:
             return f"{touchpoint.target} has no field {', '.join(absent)}"
     return None
+
+
+def _find(touchpoint: Touchpoint) -> Any:  # noqa: ANN401 - whatever vLLM has there
+    def look_up(target: str) -> Any:  # noqa: ANN401
+        module_name, _, qualified = target.partition(":")
+        found: Any = importlib.import_module(module_name)
+        for part in qualified.split("."):
+            found = inspect.getattr_static(found, part)
+        return found
+
+    try:
+        return look_up(touchpoint.target)
+    except (ImportError, AttributeError):
+        if touchpoint.elsewhere is None:
+            raise
+        return look_up(touchpoint.elsewhere)
 
 
 def verify(ledger: tuple[Touchpoint, ...] = LEDGER) -> None:

@@ -3,15 +3,15 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.v1.kv_cache_interface import KVCacheTensor
 
 from kvpp_connect._log import get_logger
-from kvpp_connect.broadcast.collective import create_group_broadcast
 from kvpp_connect.broadcast.engine import PrefetchEngine
 from kvpp_connect.broadcast.payload import CompactPayload, FullPayload
+from kvpp_connect.broadcast.transports import create_transport
 from kvpp_connect.config import KvppConfig
 from kvpp_connect.errors import LayoutError, SeamError
 from kvpp_connect.layout import (
@@ -19,6 +19,7 @@ from kvpp_connect.layout import (
     RankBudget,
     RankPlacement,
     ScratchSize,
+    StageLayers,
     capacity_ratio,
     layout_digest,
     place_rank,
@@ -28,15 +29,11 @@ from kvpp_connect.layout import (
 from kvpp_connect.platforms.base import Platform
 from kvpp_connect.seam.compact import CompactForward
 from kvpp_connect.seam.groups import GroupInfo, gather_in_group, world_groups
-from kvpp_connect.seam.specs import planner_block_bytes, stage_from_specs
+from kvpp_connect.seam.hooks import LayerHooks
 
 if TYPE_CHECKING:
-    from vllm.model_executor.layers.attention.mla_attention import (
-        MLAAttention,
-        MLACommonMetadata,
-    )
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 logger = get_logger(__name__)
@@ -71,20 +68,20 @@ class KvppRuntime:
         self,
         config: KvppConfig,
         platform: Platform,
-        specs: "dict[str, KVCacheSpec]",
+        stage: StageLayers,
+        planner_block_bytes: int,
         group: GroupInfo,
         scratch: ScratchSize,
     ) -> None:
         self._config = config
         self._platform = platform
         self._group = group
-        self._planner_bytes = planner_block_bytes(specs)
-        self._layout = plan_group(
-            stage_from_specs(specs), group.group_size, platform.alignment_bytes, scratch
-        )
+        self._planner_bytes = planner_block_bytes
+        self._layout = plan_group(stage, group.group_size, platform.alignment_bytes, scratch)
         self._memory_bytes: int | None = None
         self._placement: RankPlacement | None = None
         self._engine: PrefetchEngine | None = None
+        self._hooks: LayerHooks | None = None
         self._compact: CompactForward | None = None
         _check_same_plan(self._layout, group)
 
@@ -100,20 +97,23 @@ class KvppRuntime:
 
     def _announce(self, budget: RankBudget) -> None:
         layout = self._layout
-        num_layers, blocks = len(layout.stage.targets), budget.num_blocks
+        num_layers, num_drafts = len(layout.stage.targets), len(layout.stage.drafts)
+        blocks = budget.num_blocks
         scratch_blocks = layout.scratch.blocks(blocks)
-        formula = capacity_ratio(num_layers, self._group.group_size, scratch_blocks / blocks)
+        formula = capacity_ratio(num_layers, layout.group_size, scratch_blocks / blocks, num_drafts)
         note = ""
         if budget.capacity_ratio < 1:
             note = "; LESS than without KVPP: too few layers for the scratch"
         logger.info(
-            "KVPP %s: stage %d, %d target layers over %d ranks, owned per rank %s, %d blocks fit "
-            "where plain vLLM has %d (x%.2f, formula x%.2f), scratch slots of %d blocks%s",
+            "KVPP %s: stage %d, %d target layers over %d ranks, owned per rank %s, %d draft "
+            "cache(s) on each, %d blocks fit where plain vLLM has %d (x%.2f, formula x%.2f), "
+            "scratch slots of %d blocks%s",
             self._config.mode,
             self._group.pp_rank,
             num_layers,
-            self._group.group_size,
+            layout.group_size,
             [layout.owners.count(rank) for rank in range(self._group.group_size)],
+            num_drafts,
             blocks,
             budget.plain_blocks,
             budget.capacity_ratio,
@@ -160,29 +160,31 @@ class KvppRuntime:
         ]
         return replace(cache_config, kv_cache_tensors=tensors, kv_tp_replicas=1)
 
-    def attach(self, layers: "dict[str, MLAAttention]", runner: "GPUModelRunner") -> None:
+    def attach(self, layers: "dict[str, Any]", runner: "GPUModelRunner") -> None:
         """Create the engine over the allocation and hook the layers.
 
         Args:
-            layers: vLLM's attention layers by name, with their caches bound.
+            layers: vLLM's layers by name, with their caches bound.
         """
         placement = self._placement
         assert placement is not None, "attach comes after rewrite"
-        transport = create_group_broadcast(
+        transport = create_transport(
+            self._config.transport,
+            self._platform,
             world_groups(self._group.group_size),
-            self._platform.collective_backend,
+            gather_in_group,
             self._config.broadcast_timeout_s,
         )
-        memory = _allocation(placement, layers)
+        memory, device = _allocation(placement, layers), self._platform.create_device()
         if self._config.mode == "compact":
             payload = CompactPayload(placement, memory)
-            self._engine = PrefetchEngine(placement, payload, transport)
+            self._engine = PrefetchEngine(placement, payload, transport, device)
             _narrow_to_scratch(placement, layers)
             self._compact = CompactForward(placement, payload, self._engine, runner)
         else:
-            self._engine = PrefetchEngine(placement, FullPayload(placement, memory), transport)
-        for ordinal, bundle in enumerate(placement.layout.stage.targets):
-            _hook_layer(layers[bundle.components[0].layer_name], self._engine, ordinal)
+            payload = FullPayload(placement, memory)
+            self._engine = PrefetchEngine(placement, payload, transport, device)
+        self._hooks = LayerHooks(placement, layers, self._engine)
 
     @contextmanager
     def forward(self, scheduler_output: "SchedulerOutput") -> Iterator[None]:
@@ -191,9 +193,14 @@ class KvppRuntime:
         Raises:
             BroadcastError: a broadcast failed, or a layer did not take its turn.
         """
-        engine = self._engine
+        engine, hooks = self._engine, self._hooks
         assert engine is not None, "a forward comes after attach"
+        assert hooks is not None, "a forward comes after attach"
         history = has_history(scheduler_output)
+        if self._layout.slots_change_shape and scheduler_output.total_num_scheduled_tokens > 0:
+            # Else a layer may read, behind its tokens, bytes of another layer as numbers that
+            # they are not, such as NaN.
+            history = True
         if self._compact is not None:
             # Armed by CompactForward, as soon as the runner knows the batch's blocks.
             self._compact.open(history=history)
@@ -209,7 +216,7 @@ class KvppRuntime:
             if self._compact is not None:
                 self._compact.close()
         if history:
-            engine.finish()
+            hooks.finish()
 
 
 def _check_same_plan(layout: GroupLayout, group: GroupInfo) -> None:
@@ -223,7 +230,7 @@ def _check_same_plan(layout: GroupLayout, group: GroupInfo) -> None:
             )
 
 
-def _allocation(placement: RankPlacement, layers: "dict[str, MLAAttention]") -> torch.Tensor:
+def _allocation(placement: RankPlacement, layers: "dict[str, Any]") -> torch.Tensor:
     """The rank's backing allocation as bytes, checked to be laid out as planned."""
     first = layers[placement.components[0].component.layer_name].kv_cache
     storage = first.untyped_storage()
@@ -240,22 +247,9 @@ def _allocation(placement: RankPlacement, layers: "dict[str, MLAAttention]") -> 
     return memory
 
 
-def _narrow_to_scratch(placement: RankPlacement, layers: "dict[str, MLAAttention]") -> None:
+def _narrow_to_scratch(placement: RankPlacement, layers: "dict[str, Any]") -> None:
     """Cut the views of layers in scratch to the slot's blocks: beyond them lie other caches."""
     for place in placement.components:
         if not place.persistent:
             layer = layers[place.component.layer_name]
             layer.kv_cache = layer.kv_cache[: place.num_blocks]
-
-
-def _hook_layer(layer: "MLAAttention", engine: PrefetchEngine, ordinal: int) -> None:
-    """Make the layer wait for its bundle before its first cache access."""
-    original = layer.prepare_kv_cache_update
-
-    def prepare_kv_cache_update(attn_metadata: "MLACommonMetadata | None") -> None:
-        # Without metadata it is a dummy run, which touches no cache.
-        if engine.armed and attn_metadata is not None:
-            engine.acquire(ordinal)
-        original(attn_metadata)
-
-    layer.prepare_kv_cache_update = prepare_kv_cache_update

@@ -1,78 +1,78 @@
-"""Scratch as the scheduler's second resource: requests never refer to more blocks than it holds.
+"""Scratch as the scheduler's second resource: requests never refer to more blocks than it holds."""
 
-The block pool hides all but the running blocks from allocation. When they run out vLLM waits or
-preempts exactly as it does without free blocks; the hidden rest serves as prefix cache.
-"""
+from typing import TYPE_CHECKING, Any
 
-from typing import Any
-
-from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from kvpp_connect._log import get_logger
 from kvpp_connect.config import parse_additional_config
-from kvpp_connect.errors import ConfigError
+from kvpp_connect.seam.pool_guard import GuardedBlockPool, guard_pool
 from kvpp_connect.seam.settings import scratch_size
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.request import Request
 
 logger = get_logger(__name__)
 
 
-class GuardedBlockPool(BlockPool):
-    """A block pool that allows references to ``running_blocks`` blocks at once."""
-
-    hidden_blocks: int = 0
-
-    def get_num_free_blocks(self) -> int:
-        """Blocks that requests may still take; cached blocks without a reader count as free."""
-        return super().get_num_free_blocks() - self.hidden_blocks
-
-    def get_usage(self) -> float:
-        """Share of the whole pool that requests refer to."""
-        total = self.num_gpu_blocks - 1  # without the null block
-        return 1.0 - super().get_num_free_blocks() / total if total else 0.0
-
-    def reset_prefix_cache(self) -> bool:
-        """Reset as ever: hidden blocks are not in use."""
-        hidden, self.hidden_blocks = self.hidden_blocks, 0
-        try:
-            return super().reset_prefix_cache()
-        finally:
-            self.hidden_blocks = hidden
-
-
-def guard_pool(pool: BlockPool, running_blocks: int) -> None:
-    """Turn a new pool into a guarded one.
-
-    Raises:
-        ConfigError: the pool holds fewer blocks than one request of maximum length needs.
-    """
-    usable = pool.num_gpu_blocks - 1
-    if running_blocks > usable:
-        raise ConfigError(
-            f"enable_kvpp: running requests need {running_blocks} blocks, the cache has {usable}; "
-            "give it more memory or lower --max-model-len"
-        )
-    pool.__class__ = GuardedBlockPool
-    assert isinstance(pool, GuardedBlockPool)
-    pool.hidden_blocks = usable - running_blocks
-
-
 class _GuardMixin:
+    """Guards the pool, and tells it which finished requests' blocks are only leased."""
+
+    # What vLLM's Scheduler provides; declared for the type checker only.
+    vllm_config: Any
+    kv_cache_manager: "KVCacheManager"
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - passed through
         super().__init__(*args, **kwargs)
-        vllm_config: Any = self.vllm_config  # type: ignore[attr-defined]
-        pool: BlockPool = self.kv_cache_manager.block_pool  # type: ignore[attr-defined]
-        config = parse_additional_config(vllm_config.additional_config)
+        pool = self.kv_cache_manager.block_pool
+        config = parse_additional_config(self.vllm_config.additional_config)
         running = min(
-            scratch_size(vllm_config, config).blocks(pool.num_gpu_blocks), pool.num_gpu_blocks - 1
+            scratch_size(self.vllm_config, config).blocks(pool.num_gpu_blocks),
+            pool.num_gpu_blocks - 1,
         )
-        guard_pool(pool, running)
+        self._pool = guard_pool(pool, running)
+        self._leased: dict[str, list[int]] = {}
+        _reserve_hits(self.kv_cache_manager, self._pool)
         logger.info(
             "KVPP compact: running requests may hold %d of %d blocks, the rest is prefix cache",
             running,
             pool.num_gpu_blocks,
         )
+
+    def _connector_finished(self, request: "Request") -> tuple[bool, dict[str, Any] | None]:
+        keep, params = super()._connector_finished(request)  # type: ignore[misc]
+        if keep:
+            block_ids = self.kv_cache_manager.get_block_ids(request.request_id)
+            leased = [block_id for group in block_ids for block_id in group]
+            self._leased[request.request_id] = leased
+            self._pool.lease(leased)
+        return keep, params
+
+    def _free_blocks(self, request: "Request") -> None:
+        self._pool.end_lease(self._leased.pop(request.request_id, ()))
+        super()._free_blocks(request)  # type: ignore[misc]
+
+
+def _reserve_hits(manager: "KVCacheManager", pool: GuardedBlockPool) -> None:
+    """Make each allocation count the leased blocks that its request hits."""
+    original = manager.allocate_slots
+
+    def allocate_slots(
+        request: "Request",
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: "KVCacheBlocks | None" = None,
+        **kwargs: Any,  # noqa: ANN401 - passed through
+    ) -> "KVCacheBlocks | None":
+        hits = new_computed_blocks.blocks if new_computed_blocks is not None else ()
+        with pool.reserving_hits(block for group in hits for block in group):
+            return original(
+                request, num_new_tokens, num_new_computed_tokens, new_computed_blocks, **kwargs
+            )
+
+    manager.allocate_slots = allocate_slots  # type: ignore[assignment] - the rest is in kwargs
 
 
 class KvppScheduler(_GuardMixin, Scheduler):

@@ -3,8 +3,9 @@
 Each check names the setting and the way out.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
 from kvpp_connect.config import KvppConfig
 from kvpp_connect.errors import ConfigError
@@ -13,8 +14,72 @@ from kvpp_connect.layout import FullScratch, ScratchSize, running_scratch
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+# For synchronous and for asynchronous scheduling.
+KVPP_SCHEDULERS = (
+    "kvpp_connect.seam.scheduler.KvppScheduler",
+    "kvpp_connect.seam.scheduler.KvppAsyncScheduler",
+)
+_DRAFTS_ON_TARGET_CACHES = ("extract_hidden_states", "custom_class")
 SUPPORTED_CONNECTORS = ("MooncakeConnectorV2",)
 CONNECTOR_MODULE = "kvpp_connect.connectors"
+
+
+@dataclass(frozen=True, slots=True)
+class ModeChoice:
+    """The mode that an engine runs in; ``reason`` says why ``auto`` did not become compact."""
+
+    mode: Literal["full", "compact"]
+    reason: str = ""
+
+
+def choose_mode(vllm_config: "VllmConfig", config: KvppConfig) -> ModeChoice:
+    """Settle ``kvpp.mode``: the same answer in every process of an engine.
+
+    Raises:
+        ConfigError: compact was asked for and cannot be had.
+    """
+    if config.mode == "full":
+        return ModeChoice("full")
+    obstacle = next(filter(None, (check(vllm_config, config) for check in _COMPACT_CHECKS)), None)
+    if obstacle is None:
+        return ModeChoice("compact")
+    if config.mode == "compact":
+        raise ConfigError(f"enable_kvpp: kvpp.mode compact is not possible: {obstacle}")
+    return ModeChoice("full", obstacle)
+
+
+def _compact_needs_runner_v1(vllm_config: "VllmConfig", config: KvppConfig) -> str | None:
+    del config
+    if not getattr(vllm_config, "use_v2_model_runner", False):
+        return None
+    return (
+        "model runner V2 builds attention metadata where block tables cannot be renumbered yet; "
+        "VLLM_USE_V2_MODEL_RUNNER=0 selects V1"
+    )
+
+
+def _compact_needs_its_scheduler(vllm_config: "VllmConfig", config: KvppConfig) -> str | None:
+    del config
+    chosen = vllm_config.scheduler_config.scheduler_cls
+    if chosen in (None, *KVPP_SCHEDULERS):
+        return None
+    return f"scheduler_cls is {chosen!r}, compact needs its own; remove --scheduler-cls"
+
+
+def _compact_needs_a_length(vllm_config: "VllmConfig", config: KvppConfig) -> str | None:
+    if vllm_config.model_config.original_max_model_len != -1 or config.running_tokens is not None:
+        return None
+    return (
+        "--max-model-len auto is not known when scratch is sized; set kvpp.running_tokens, or a "
+        "number for --max-model-len"
+    )
+
+
+_COMPACT_CHECKS = (
+    _compact_needs_runner_v1,
+    _compact_needs_its_scheduler,
+    _compact_needs_a_length,
+)
 
 
 def scratch_size(vllm_config: "VllmConfig", config: KvppConfig) -> ScratchSize:
@@ -23,14 +88,9 @@ def scratch_size(vllm_config: "VllmConfig", config: KvppConfig) -> ScratchSize:
     Raises:
         ConfigError: a request of maximum length does not fit into the running tokens.
     """
-    if config.mode == "full":
+    if choose_mode(vllm_config, config).mode == "full":
         return FullScratch()
     model = vllm_config.model_config
-    if model.original_max_model_len == -1 and config.running_tokens is None:
-        raise ConfigError(
-            "enable_kvpp: --max-model-len auto is not known when scratch is sized. Set "
-            "additional_config.kvpp.running_tokens, or a number for --max-model-len"
-        )
     return running_scratch(
         block_tokens=vllm_config.cache_config.block_size,
         max_model_tokens=model.max_model_len,
@@ -45,10 +105,16 @@ def check_supported(vllm_config: "VllmConfig") -> None:
     Raises:
         ConfigError: names the setting, its value and what to change.
     """
+    for problem in problems(vllm_config):
+        raise ConfigError(problem)
+
+
+def problems(vllm_config: "VllmConfig") -> Iterator[str]:
+    """All settings that KVPP cannot run with; a server stops at the first."""
     for check in _CHECKS:
         problem = check(vllm_config)
         if problem is not None:
-            raise ConfigError(f"enable_kvpp: {problem}")
+            yield f"enable_kvpp: {problem}"
 
 
 def _needs_mla(config: "VllmConfig") -> str | None:
@@ -89,23 +155,27 @@ def _no_decode_context_parallel(config: "VllmConfig") -> str | None:
     )
 
 
-def _no_pipeline(config: "VllmConfig") -> str | None:
-    size = config.parallel_config.pipeline_parallel_size
-    if size <= 1:
+def _fixed_speculation(config: "VllmConfig") -> str | None:
+    speculation = config.speculative_config
+    if speculation is None:
         return None
-    return (
-        f"pipeline_parallel_size is {size}, which this version of kvpp-connect does not support "
-        "yet. Use --pipeline-parallel-size 1"
-    )
-
-
-def _no_speculation(config: "VllmConfig") -> str | None:
-    if config.speculative_config is None:
-        return None
-    return (
-        "speculative_config is set, and this version of kvpp-connect does not support draft "
-        "caches yet. Remove --speculative-config"
-    )
+    if speculation.uses_dynamic_speculative_decoding():
+        return (
+            "num_speculative_tokens_per_batch_size changes the number of drafted tokens with the "
+            "batch. Set num_speculative_tokens alone in --speculative-config"
+        )
+    if speculation.method in _DRAFTS_ON_TARGET_CACHES:
+        return (
+            f"speculative method {speculation.method!r} may read or fill caches of target layers, "
+            "which most ranks hold in scratch only while the layer runs. Use another method, or "
+            "remove --speculative-config"
+        )
+    if getattr(config, "use_v2_model_runner", False):
+        return (
+            "speculative decoding needs model runner V1, whose proposer names its caches. Set "
+            "VLLM_USE_V2_MODEL_RUNNER=0, or remove --speculative-config"
+        )
+    return None
 
 
 def _no_dual_batch(config: "VllmConfig") -> str | None:
@@ -156,8 +226,7 @@ _CHECKS: tuple[Callable[["VllmConfig"], str | None], ...] = (
     _needs_mla,
     _needs_a_group,
     _no_decode_context_parallel,
-    _no_pipeline,
-    _no_speculation,
+    _fixed_speculation,
     _no_dual_batch,
     _no_full_graphs,
     _no_hisparse,

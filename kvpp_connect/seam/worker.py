@@ -1,18 +1,24 @@
 """What KVPP adds to a vLLM worker, whatever its platform. Forwards to :class:`KvppRuntime`."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from kvpp_connect._log import get_logger
 from kvpp_connect.config import parse_additional_config
 from kvpp_connect.errors import ConfigError
 from kvpp_connect.platforms.base import select_platform
+from kvpp_connect.seam.drafts import draft_cache_names
 from kvpp_connect.seam.groups import group_info
 from kvpp_connect.seam.runtime import KvppRuntime
-from kvpp_connect.seam.settings import scratch_size
+from kvpp_connect.seam.settings import choose_mode, scratch_size
+from kvpp_connect.seam.specs import planner_block_bytes, stage_from_specs
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+logger = get_logger(__name__)
 
 
 class KvppWorkerMixin:
@@ -28,8 +34,14 @@ class KvppWorkerMixin:
             config = parse_additional_config(self.vllm_config.additional_config)
             platform = select_platform(self.vllm_config.device_config.device_type)
             specs = self.get_kv_cache_spec()  # type: ignore[attr-defined]
+            stage = stage_from_specs(specs, draft_cache_names(self.model_runner))
             scratch = scratch_size(self.vllm_config, config)
-            self._kvpp = KvppRuntime(config, platform, specs, group_info(), scratch)
+            block_bytes = planner_block_bytes(self.vllm_config, specs)
+            choice, group = choose_mode(self.vllm_config, config), group_info()
+            if choice.reason and group.pp_rank == group.rank_in_group == 0:
+                logger.info("KVPP full instead of compact: %s", choice.reason)
+            settled = replace(config, mode=choice.mode)
+            self._kvpp = KvppRuntime(settled, platform, stage, block_bytes, group, scratch)
         return self._kvpp
 
     def determine_available_memory(self) -> int:

@@ -104,6 +104,26 @@ def test_more_active_blocks_than_scratch_holds_are_refused_with_both_numbers():
         payload.use(active_blocks(1, 2, 3))
 
 
-def test_bundles_of_several_components_are_refused():
-    with pytest.raises(LayoutError, match="2 cache components"):
-        compact_rank(0, stage=bundle_stage([[8, 4], [8, 4]]))
+def test_two_components_travel_as_one_range_and_arrive_where_the_layer_looks():
+    stage = bundle_stage([[8, 3], [8, 3]])
+    sender, there, source = compact_rank(0, stage)
+    receiver, here, memory = compact_rank(1, stage)
+    for place, sign in zip(there.bundles[0].components, (1, 100), strict=True):
+        pages = source[place.offset : place.offset + place.size].view(BLOCKS, -1)
+        pages[:] = (torch.arange(BLOCKS, dtype=torch.uint8) + sign).unsqueeze(1)
+    active = active_blocks(9, 2, 17)
+    sender.use(active)
+    receiver.use(active)
+    sent = sender.bytes_of(0)
+    assert sent.numel() == 3 * (8 + 3)
+    receiver.bytes_of(0).copy_(sent)
+    for name, sign in (("c0", 1), ("c1", 100)):
+        place = here.by_layer_name[f"model.layers.0.self_attn.{name}"]
+        blocks = memory[place.offset : place.offset + place.size].view(place.num_blocks, -1)
+        first = place.first_block(3)
+        rows = active.renumber_table(torch.tensor([[17, 9, 2]]), first)[0]
+        assert blocks[rows.long()].unique(dim=1).flatten().tolist() == [
+            17 + sign,
+            9 + sign,
+            2 + sign,
+        ]

@@ -1,26 +1,34 @@
-"""The engine against a hand-written transport that notes every start and wait."""
+"""The engine's states, against a hand-written transport and device that note every call."""
+
+from contextlib import contextmanager
+from itertools import pairwise
 
 import pytest
 import torch
 from builders import bundle_stage, equal_stage
 
+from kvpp_connect.broadcast.collective import StreamOrdered
 from kvpp_connect.broadcast.engine import BroadcastError, PrefetchEngine
 from kvpp_connect.broadcast.payload import FullPayload
 from kvpp_connect.errors import LayoutError, PeerError
 from kvpp_connect.layout import place_rank, plan_group
+from kvpp_connect.platforms.cpu import CpuDevice
 
 BLOCKS = 4
 
 
 class NotingTransport:
-    """Notes starts and waits in order; fails the wait of broadcast number ``fail_at``."""
+    """Notes starts and waits in order; fails what it is told to."""
 
-    def __init__(self):
-        self.log = []
-        self.fail_at = None
+    def __init__(self, log):
+        self.log = log
+        self.started = 0
+        self.fail_start = self.fail_wait = None
 
     def start(self, data, source_rank):
-        number = sum(entry[0] == "start" for entry in self.log)
+        number, self.started = self.started, self.started + 1
+        if self.fail_start == number:
+            raise PeerError("cannot start")
         self.log.append(("start", number, source_rank, data.numel()))
         return _Pending(self, number)
 
@@ -31,30 +39,66 @@ class _Pending:
         self.number = number
 
     def wait(self):
-        if self.transport.fail_at == self.number:
+        if self.transport.fail_wait == self.number:
             raise PeerError("peer gone")
         self.transport.log.append(("wait", self.number))
 
 
-def build(rank=1, stage=None, group_size=2):
+class NotingDevice:
+    """Notes records and waits of events as (call, event, stream); events are numbered."""
+
+    def __init__(self, log):
+        self.log = log
+        self.stream = "compute"
+        self.events = 0
+
+    def event(self):
+        self.events += 1
+        return _Event(self, self.events - 1)
+
+    @contextmanager
+    def transfers(self):
+        self.stream = "transfer"
+        yield
+        self.stream = "compute"
+
+
+class _Event:
+    def __init__(self, device, number):
+        self.device = device
+        self.number = number
+
+    def record(self):
+        self.device.log.append(("record", self.number, self.device.stream))
+
+    def wait(self):
+        self.device.log.append(("await", self.number, self.device.stream))
+
+
+def build(rank=1, stage=None, group_size=2, device=None):
     layout = plan_group(stage or equal_stage(3, 10), group_size)
     placement = place_rank(layout, rank, BLOCKS)
     memory = torch.zeros(placement.total_bytes, dtype=torch.uint8)
-    transport = NotingTransport()
+    transport = NotingTransport([])
+    payload = FullPayload(placement, memory)
     return (
-        PrefetchEngine(placement, FullPayload(placement, memory), transport),
+        PrefetchEngine(placement, payload, transport, device or CpuDevice()),
         transport,
         placement,
     )
 
 
+def run_forward(engine, layers=3):
+    engine.arm()
+    for ordinal in range(layers):
+        engine.acquire(ordinal)
+        engine.release(ordinal)
+    engine.finish()
+
+
 def test_a_forward_is_one_layer_ahead_and_never_two():
     engine, transport, placement = build()
-    engine.arm()
-    assert [entry[:2] for entry in transport.log] == [("start", 0)]
-    for ordinal in range(3):
-        engine.acquire(ordinal)
-    engine.finish()
+    run_forward(engine)
     assert [entry[:2] for entry in transport.log] == [
         ("start", 0), ("wait", 0), ("start", 1), ("wait", 1), ("start", 2), ("wait", 2),
     ]  # fmt: skip
@@ -64,10 +108,7 @@ def test_a_forward_is_one_layer_ahead_and_never_two():
 def test_each_broadcast_is_exactly_one_bundle():
     stage = bundle_stage([[5, 3], [5], [5, 3]])
     engine, transport, placement = build(stage=stage)
-    engine.arm()
-    for ordinal in range(3):
-        engine.acquire(ordinal)
-    engine.finish()
+    run_forward(engine)
     assert [e[3] for e in transport.log if e[0] == "start"] == [
         b.page_bytes * BLOCKS for b in stage.targets
     ]
@@ -76,65 +117,151 @@ def test_each_broadcast_is_exactly_one_bundle():
     assert (engine.counters.sent_bytes, engine.counters.received_bytes) == (sent, received)
 
 
-def test_a_layer_out_of_turn_is_named_and_kills_the_engine():
+def test_many_forwards_run_one_after_the_other():
+    engine, transport, _ = build()
+    for _ in range(5):
+        run_forward(engine)
+        assert not engine.armed
+    assert engine.counters.forwards == 5
+    assert transport.started == 15
+
+
+def test_a_stage_without_target_layers_has_an_empty_forward():
+    engine, transport, _ = build(stage=bundle_stage([], drafts=[10]))
+    run_forward(engine, layers=0)
+    assert transport.started == 0
+
+
+def test_the_engine_says_which_layer_holds_its_cache():
     engine, _, _ = build()
+    assert engine.held is None
     engine.arm()
-    with pytest.raises(BroadcastError, match=r"rank 1: layer model\.layers\.1.*due is model"):
-        engine.acquire(1)
-    with pytest.raises(BroadcastError, match=r"stopped earlier: layer model\.layers\.1"):
-        engine.arm()
-
-
-def test_a_layer_without_a_forward_is_an_error():
-    engine, _, _ = build()
-    with pytest.raises(BroadcastError, match="no forward is under way"):
-        engine.acquire(0)
-
-
-def test_a_forward_that_was_not_finished_is_an_error():
-    engine, _, _ = build()
-    engine.arm()
+    assert engine.held is None
     engine.acquire(0)
-    with pytest.raises(BroadcastError, match=r"ended while layer model\.layers\.1"):
-        engine.finish()
+    assert engine.held == 0
+    engine.release(0)
+    assert engine.held is None
 
 
-def test_a_second_forward_cannot_begin_before_the_first_ends():
+LAYER = r"model\.layers\.{}\.self_attn\.c0"
+ASKED, RETURNED = LAYER + " asked for its cache", LAYER + " gave its cache back"
+
+
+@pytest.mark.parametrize(
+    ("calls", "what", "situation"),
+    [
+        ("a0", ASKED.format(0), "no forward is under way"),
+        ("r0", RETURNED.format(0), "no forward is under way"),
+        ("f", "the forward ended", "no forward is under way"),
+        ("A A", "a forward began", f"layer {LAYER.format(0)} is due"),
+        ("A a0 A", "a forward began", f"layer {LAYER.format(0)} holds its cache"),
+        ("A a1", ASKED.format(1), f"layer {LAYER.format(0)} is due"),
+        ("A a0 a0", ASKED.format(0), f"layer {LAYER.format(0)} holds its cache"),
+        ("A a0 a1", ASKED.format(1), f"layer {LAYER.format(0)} holds its cache"),
+        ("A r0", RETURNED.format(0), f"layer {LAYER.format(0)} is due"),
+        ("A a0 r1", RETURNED.format(1), f"layer {LAYER.format(0)} holds its cache"),
+        ("A a0 r0 r0", RETURNED.format(0), f"layer {LAYER.format(1)} is due"),
+        ("A a0 r0 a0", ASKED.format(0), f"layer {LAYER.format(1)} is due"),
+        ("A a0 r0 f", "the forward ended", f"layer {LAYER.format(1)} is due"),
+        ("A a0 r0 a1 r1 a2 f", "the forward ended", f"layer {LAYER.format(2)} holds its cache"),
+        ("A a0 r0 a1 r1 a2 r2 A", "a forward began", "all layers are done"),
+        ("A a0 r0 a1 r1 a2 r2 a2", ASKED.format(2), "all layers are done"),
+        ("A a0 r0 a1 r1 a2 r2 f f", "the forward ended", "no forward is under way"),
+    ],
+)
+def test_a_call_out_of_order_names_rank_and_layer_and_kills_the_engine(calls, what, situation):
     engine, _, _ = build()
-    engine.arm()
-    with pytest.raises(BroadcastError, match=r"a forward began while layer model\.layers\.0"):
-        engine.arm()
+    verbs = {"A": engine.arm, "a": engine.acquire, "r": engine.release, "f": engine.finish}
+    *good, bad = [(verbs[call[0]], [int(i) for i in call[1:]]) for call in calls.split()]
+    for verb, arguments in good:
+        verb(*arguments)
+    with pytest.raises(BroadcastError, match=rf"^KVPP rank 1: (layer )?{what}, but {situation}$"):
+        bad[0](*bad[1])
+    for verb in (engine.arm, lambda: engine.acquire(0), lambda: engine.release(0), engine.finish):
+        with pytest.raises(BroadcastError, match=rf"rank 1: .*stopped earlier: (layer )?{what}"):
+            verb()
+    assert engine.armed
+    assert engine.held is None
 
 
 def test_a_failed_broadcast_names_the_layer_and_the_engine_stays_dead():
     engine, transport, _ = build()
-    transport.fail_at = 1
+    transport.fail_wait = 1
     engine.arm()
     engine.acquire(0)
-    with pytest.raises(BroadcastError, match=r"layer model\.layers\.1.*peer gone"):
+    engine.release(0)
+    with pytest.raises(BroadcastError, match=r"rank 1: layer model\.layers\.1.*peer gone"):
         engine.acquire(1)
     with pytest.raises(BroadcastError, match="stopped earlier"):
         engine.arm()
 
 
-def test_an_abandoned_forward_leaves_the_engine_dead():
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_broadcast_that_cannot_start_names_its_own_layer(number):
+    engine, transport, _ = build()
+    transport.fail_start = number
+    with pytest.raises(BroadcastError, match=rf"layer model\.layers\.{number}\..*cannot start"):
+        run_forward(engine)
+    with pytest.raises(BroadcastError, match="stopped earlier"):
+        engine.finish()
+
+
+def test_an_abandoned_forward_leaves_the_engine_dead_for_the_first_reason():
     engine, _, _ = build()
     engine.arm()
     engine.abandon("the forward failed: boom")
-    with pytest.raises(BroadcastError, match="boom"):
+    engine.abandon("and then something else")
+    with pytest.raises(BroadcastError, match="stopped earlier: the forward failed: boom"):
         engine.acquire(0)
 
 
-def test_many_forwards_run_one_after_the_other():
-    engine, transport, _ = build()
-    for _ in range(5):
-        engine.arm()
-        for ordinal in range(3):
-            engine.acquire(ordinal)
-        engine.finish()
-        assert not engine.armed
-    assert engine.counters.forwards == 5
-    assert sum(entry[0] == "start" for entry in transport.log) == 15
+def test_events_are_reserved_at_start_and_used_as_documented():
+    log = []
+    device = NotingDevice(log)
+    engine, transport, placement = build(stage=equal_stage(4, 10), device=device)
+    transport.log = log
+    ready, arrived, drained = 0, 1, 2
+    assert [b.owner for b in placement.bundles] == [0, 0, 1, 1]
+    assert (device.events, log) == (4, [])
+    for _ in range(2):
+        run_forward(engine, layers=4)
+        transport.started = 0
+    assert device.events == 4
+    assert [entry[:3] for entry in log] == 2 * [
+        ("record", ready, "compute"), ("await", ready, "transfer"),
+        ("start", 0, 0), ("record", arrived, "transfer"),
+        ("wait", 0), ("await", arrived, "compute"),
+        ("start", 1, 0), ("record", arrived, "transfer"),
+        ("record", drained, "compute"),
+        ("wait", 1), ("await", arrived, "compute"),
+        ("await", drained, "transfer"), ("start", 2, 1), ("record", arrived, "transfer"),
+        ("record", drained + 1, "compute"),
+        ("wait", 2), ("await", arrived, "compute"),
+        ("await", drained + 1, "transfer"), ("start", 3, 1), ("record", arrived, "transfer"),
+        ("wait", 3), ("await", arrived, "compute"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rank", "waiting"), [(0, [4, 5]), (1, [2, 3]), (2, [2, 3, 4, 5])])
+def test_a_start_waits_for_scratch_that_was_read_since_its_last_refill_and_no_more(rank, waiting):
+    log = []
+    engine, transport, placement = build(rank, equal_stage(6, 10), 3, NotingDevice(log))
+    transport.log = log
+    assert [b.owner for b in placement.bundles] == [0, 0, 1, 1, 2, 2]
+    for _ in range(2):
+        run_forward(engine, layers=6)
+    drained = {("await", 2, "transfer"), ("await", 3, "transfer")}
+    after = [after for before, after in pairwise(log) if before in drained]
+    assert [entry[1] % 6 for entry in after if entry[0] == "start"] == 2 * waiting
+    assert len(after) == 2 * len(waiting)
+
+
+def test_a_stream_ordered_transport_waits_where_the_broadcast_starts():
+    transport = NotingTransport([])
+    pending = StreamOrdered(transport).start(torch.zeros(4, dtype=torch.uint8), 1)
+    assert transport.log == [("start", 0, 1, 4), ("wait", 0)]
+    pending.wait()
+    assert len(transport.log) == 2
 
 
 def test_memory_that_does_not_hold_the_placement_is_refused():

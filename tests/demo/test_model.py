@@ -12,7 +12,7 @@ pytest.importorskip("transformers", reason="needs transformers")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny", layers=2)
+    return write_checkpoint(tmp_path_factory.mktemp("models") / "tiny", ModelSpec(layers=2))
 
 
 def contents(path):
@@ -20,39 +20,39 @@ def contents(path):
 
 
 def test_the_same_parameters_give_the_same_bytes(model, tmp_path):
-    again = write_checkpoint(tmp_path / "again", layers=2)
+    again = write_checkpoint(tmp_path / "again", ModelSpec(layers=2))
     assert contents(again) == contents(model)
 
 
 def test_another_seed_gives_other_weights(model, tmp_path):
-    other = write_checkpoint(tmp_path / "other", layers=2, seed=7)
+    other = write_checkpoint(tmp_path / "other", ModelSpec(layers=2, seed=7))
     assert contents(other)["model.safetensors"] != contents(model)["model.safetensors"]
 
 
 def test_a_checkpoint_that_is_there_is_not_written_again(model):
     before = {file: file.stat().st_mtime_ns for file in model.iterdir()}
-    assert write_checkpoint(model, layers=2) == model
+    assert write_checkpoint(model, ModelSpec(layers=2)) == model
     assert {file: file.stat().st_mtime_ns for file in model.iterdir()} == before
 
 
 def test_a_checkpoint_of_other_parameters_is_replaced_and_nothing_else_is_left(tmp_path):
-    path = write_checkpoint(tmp_path / "model", layers=1)
-    write_checkpoint(path, layers=2)
+    path = write_checkpoint(tmp_path / "model", ModelSpec(layers=1))
+    write_checkpoint(path, ModelSpec(layers=2))
     assert json.loads((path / "config.json").read_text())["num_hidden_layers"] == 2
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
 
 
 def test_a_checkpoint_without_its_digest_is_not_taken_for_complete(tmp_path):
-    path = write_checkpoint(tmp_path / "model", layers=1)
+    path = write_checkpoint(tmp_path / "model", ModelSpec(layers=1))
     (path / DIGEST_FILE).unlink()
     with pytest.raises(ConfigError, match="not a test model"):
-        write_checkpoint(path, layers=1)
+        write_checkpoint(path, ModelSpec(layers=1))
 
 
 def test_a_directory_with_other_files_is_left_alone(tmp_path):
     (tmp_path / "precious").write_text("x")
     with pytest.raises(ConfigError, match="choose another directory"):
-        write_checkpoint(tmp_path, layers=1)
+        write_checkpoint(tmp_path, ModelSpec(layers=1))
     assert [entry.name for entry in tmp_path.iterdir()] == ["precious"]
 
 
@@ -62,7 +62,7 @@ def test_a_failure_while_writing_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr("safetensors.torch.save_file", fail)
     with pytest.raises(OSError, match="disk full"):
-        write_checkpoint(tmp_path / "model", layers=1)
+        write_checkpoint(tmp_path / "model", ModelSpec(layers=1))
     assert list(tmp_path.iterdir()) == []
 
 

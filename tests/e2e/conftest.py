@@ -42,10 +42,22 @@ def describe(model):
     ``kvpp`` holds KVPP's options; without it KVPP is off.
     """
 
-    def build(name, ranks=1, *, kvpp=None, kv=None, switches=(), args=(), cache_bytes=60_000_000):
+    def build(
+        name,
+        ranks=1,
+        *,
+        kvpp=None,
+        kv=None,
+        switches=(),
+        args=(),
+        cache_bytes=60_000_000,
+        model=model,
+        compiled=False,
+    ):
         return VllmServer(
             name=name,
             model=model,
+            compiled=compiled,
             port=free_ports(1)[0],
             tensor_parallel_size=ranks,
             kv_cache_bytes=cache_bytes,

@@ -2,7 +2,15 @@
 
 ``KVPP_TEST_CHUNKED=1``        keep chunked prefill and prefix caching for MLA on CPU, which vLLM
                                forces off there, so that forwards with long history happen.
+``KVPP_TEST_SPARSE=1``         sparse MLA on CPU (:mod:`kvpp_sparse_cpu`), with what CHUNKED keeps
+                               and the blocks of 64 tokens that vLLM's indexer needs.
+``KVPP_TEST_ASYNC=1``          with one of those: keep asynchronous scheduling, off there as well.
+``KVPP_TEST_FORK=1``           with one of those: fork processes, which vLLM spawns on CPU for its
+                               thread pools: two ranks start in a third of the time.
+``KVPP_TEST_LATE=1``           every broadcast starts when its layer waits for it, so that what a
+                               layer does too early is always wrong, not only now and then.
 ``KVPP_TEST_NO_BROADCAST=1``   negative control: every broadcast is dropped.
+``KVPP_TEST_NO_INDEX_KEYS=1``  negative control for compact mode: only main caches are broadcast.
 ``KVPP_TEST_WRONG_OWNER=1``    negative control: each rank publishes, as the caches that it owns,
                                those of the next rank of its group.
 """
@@ -12,15 +20,26 @@ from typing import Any
 
 
 def register() -> None:
-    if os.environ.get("KVPP_TEST_CHUNKED") == "1":
-        _keep_chunked_prefill()
+    sparse = os.environ.get("KVPP_TEST_SPARSE") == "1"
+    if sparse or os.environ.get("KVPP_TEST_CHUNKED") == "1":
+        _keep_chunked_prefill(block_tokens=64 if sparse else None)
+    if os.environ.get("KVPP_TEST_ASYNC") == "1":
+        _stand_in_for_streams()
+    if sparse:
+        import kvpp_sparse_cpu
+
+        kvpp_sparse_cpu.install()
+    if os.environ.get("KVPP_TEST_LATE") == "1":
+        _broadcast_late()
     if os.environ.get("KVPP_TEST_NO_BROADCAST") == "1":
         _drop_broadcasts()
+    if os.environ.get("KVPP_TEST_NO_INDEX_KEYS") == "1":
+        _leave_index_keys_behind()
     if os.environ.get("KVPP_TEST_WRONG_OWNER") == "1":
         _shift_owners()
 
 
-def _keep_chunked_prefill() -> None:
+def _keep_chunked_prefill(block_tokens: int | None) -> None:
     from vllm.platforms.cpu import CpuPlatform
 
     original = CpuPlatform.check_and_update_config.__func__
@@ -31,22 +50,79 @@ def _keep_chunked_prefill() -> None:
         scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
         kept = scheduler.max_num_batched_tokens
         original(cls, vllm_config)
+        if os.environ.get("KVPP_TEST_FORK") == "1":
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        scheduler.async_scheduling = os.environ.get("KVPP_TEST_ASYNC") == "1"
         scheduler.enable_chunked_prefill = True
         cache.enable_prefix_caching = True
         scheduler.max_num_batched_tokens = kept
+        cache.block_size = block_tokens or cache.block_size
 
     check_and_update_config.kvpp_test = True
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
 
 
-def _drop_broadcasts() -> None:
-    from kvpp_connect.broadcast import collective
+def _stand_in_for_streams() -> None:
+    """What asynchronous output asks of torch.cuda, where all work is done in order anyway."""
+    from contextlib import nullcontext
+
+    import torch
 
     class Nothing:
+        def __init__(self, **_: Any) -> None: ...
+        def record(self) -> None: ...
+        def synchronize(self) -> None: ...
+        def wait_stream(self, stream: Any) -> None: ...
+
+    torch.cuda.Event = torch.cuda.Stream = torch.cuda.current_stream = Nothing
+    torch.cuda.stream = lambda stream: nullcontext()
+
+
+def _wrap_transport(wrap: Any) -> None:
+    from kvpp_connect.broadcast.engine import PrefetchEngine
+
+    original = PrefetchEngine.__init__
+    PrefetchEngine.__init__ = lambda self, placement, payload, transport, device: original(
+        self, placement, payload, wrap(transport), device
+    )
+
+
+def _broadcast_late() -> None:
+    class Late:
+        def __init__(self, transport: Any) -> None:
+            self._transport = transport
+
+        def start(self, data: Any, source_rank: int) -> "Late":
+            self._due = data, source_rank
+            return self
+
+        def wait(self) -> None:
+            self._transport.start(*self._due).wait()
+
+    _wrap_transport(Late)
+
+
+def _drop_broadcasts() -> None:
+    class Nothing:
+        def start(self, data: Any, source_rank: int) -> "Nothing":
+            return self
+
         def wait(self) -> None:
             return
 
-    collective.TorchBroadcast.start = lambda self, data, source_rank: Nothing()
+    _wrap_transport(lambda transport: Nothing())
+
+
+def _leave_index_keys_behind() -> None:
+    from kvpp_connect.broadcast.payload import CompactPayload
+
+    original = CompactPayload.bytes_of
+
+    def bytes_of(self: Any, ordinal: int) -> Any:
+        main = self._placement.bundles[ordinal].scratch[0]
+        return original(self, ordinal)[: main.used_range(len(self._active))[1]]
+
+    CompactPayload.bytes_of = bytes_of
 
 
 def _shift_owners() -> None:

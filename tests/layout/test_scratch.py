@@ -3,7 +3,7 @@ from builders import bundle_stage, equal_stage
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpp_connect.errors import ConfigError
+from kvpp_connect.errors import ConfigError, LayoutError
 from kvpp_connect.layout import (
     RunningScratch,
     capacity_ratio,
@@ -33,7 +33,7 @@ def test_scratch_never_falls_as_blocks_rise_and_never_exceeds_them(size, num_blo
 
 
 @given(
-    bundles=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=1, max_size=9),
+    bundles=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=2), min_size=1, max_size=9),
     drafts=st.lists(st.integers(1, 40), max_size=2),
     group_size=st.integers(1, 5),
     memory=st.integers(0, 50_000),
@@ -52,7 +52,7 @@ def test_the_blocks_fit_and_one_more_would_not(
 
 
 @given(
-    bundles=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3), min_size=1, max_size=9),
+    bundles=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=2), min_size=1, max_size=9),
     group_size=st.integers(1, 5),
     num_blocks=st.integers(1, 60),
     size=sizes,
@@ -73,6 +73,71 @@ def test_scratch_and_persistent_bytes_are_disjoint_and_all_views_end_inside(
             assert view_end <= placement.total_bytes
         for bundle in placement.bundles:
             assert bundle.slot_offset + layout.slot_bytes(num_blocks) <= slots_end
+
+
+@given(
+    bundles=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=2), min_size=1, max_size=9),
+    group_size=st.integers(1, 5),
+    num_blocks=st.integers(1, 60),
+    alignment=st.sampled_from([1, 8, 64]),
+    size=sizes,
+)
+def test_the_blocks_that_a_forward_uses_are_one_range_of_the_slot_and_nothing_else(
+    bundles, group_size, num_blocks, alignment, size
+):
+    stage = bundle_stage(bundles)
+    layout = plan_group(stage, group_size, alignment, size)
+    for rank in range(group_size):
+        placement = place_rank(layout, rank, num_blocks)
+        for bundle, target in zip(placement.bundles, stage.targets, strict=True):
+            assert [p.component for p in bundle.scratch] == list(target.components)
+            assert bundle.components == bundle.scratch or bundle.owner == rank
+            for used in range(1, placement.scratch_blocks + 1):
+                start, length = bundle.used_range(used)
+                pieces = [place.used_range(used) for place in bundle.scratch]
+                assert length == used * target.page_bytes
+                assert [n for _, n in pieces] == [used * c.page_bytes for c in target.components]
+                assert pieces[0][0] == start
+                assert sum(pieces[-1]) == start + length
+                assert bundle.slot_offset <= start
+                assert start + length <= bundle.slot_offset + layout.slot_bytes(num_blocks)
+                for place, (offset, length) in zip(bundle.scratch, pieces, strict=True):
+                    assert place.offset <= offset
+                    assert offset + length <= place.offset + place.size
+
+
+def test_two_components_meet_in_the_middle_by_hand():
+    # Slots of 4 blocks; pages of 10 and 3 bytes; the first component ends where 8 divides.
+    scratch = RunningScratch(least=4, most=4)
+    placement = place_rank(plan_group(bundle_stage([[10, 3], [10]]), 2, 8, scratch), 1, 9)
+    both, main = placement.bundles
+    assert [(p.offset, p.from_back) for p in both.scratch] == [(0, True), (40, False)]
+    assert both.used_range(3) == (10, 39)
+    assert [place.first_block(3) for place in both.scratch] == [1, 0]
+    assert main.scratch[0].from_back is False
+    odd = place_rank(plan_group(bundle_stage([[9, 3]]), 2, 8, scratch), 1, 9).bundles[0]
+    assert [p.offset for p in odd.scratch] == [4, 40]
+    assert odd.used_range(1) == (31, 12)
+
+
+def test_three_components_of_one_layer_are_refused_with_the_way_out():
+    scratch = RunningScratch(least=4, most=4)
+    with pytest.raises(LayoutError, match=r"3 cache components.*kvpp\.mode to full"):
+        plan_group(bundle_stage([[4], [4, 2, 2]]), 2, 1, scratch)
+    plan_group(bundle_stage([[4], [4, 2, 2]]), 2)
+
+
+@pytest.mark.parametrize(
+    ("bundles", "changes"),
+    [
+        ([[8], [8], [8]], False),
+        ([[8, 2], [8], [8, 2]], False),
+        ([[8], [6]], True),
+        ([[8, 2], [8, 4]], True),
+    ],
+)
+def test_slots_change_shape_where_components_of_one_kind_have_several_sizes(bundles, changes):
+    assert plan_group(bundle_stage(bundles), 2).slots_change_shape is changes
 
 
 def test_the_example_of_the_design_to_the_block():

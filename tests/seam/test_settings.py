@@ -1,5 +1,6 @@
 """Refusals: each names the setting and the way out. One test each."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,7 @@ from vllm.config import CUDAGraphMode
 from kvpp_connect.config import KvppConfig
 from kvpp_connect.errors import ConfigError
 from kvpp_connect.seam import install
-from kvpp_connect.seam.settings import check_supported
+from kvpp_connect.seam.settings import KVPP_SCHEDULERS, check_supported, choose_mode
 
 OURS = "kvpp_connect.connectors"
 
@@ -20,13 +21,27 @@ def connector(name, path=OURS):
     return SimpleNamespace(kv_connector=name, kv_connector_module_path=path)
 
 
+def speculation(method="mtp", *, dynamic=False):
+    return SimpleNamespace(method=method, uses_dynamic_speculative_decoding=lambda: dynamic)
+
+
 def deployment(**changes):
     """A supported deployment; changes are written ``part__setting=value``."""
     config = SimpleNamespace(
-        model_config=SimpleNamespace(model="m", is_hybrid=False, use_mla=True),
+        model_config=SimpleNamespace(
+            model="m",
+            is_hybrid=False,
+            use_mla=True,
+            max_model_len=1024,
+            original_max_model_len=1024,
+        ),
+        cache_config=SimpleNamespace(block_size=16),
+        scheduler_config=SimpleNamespace(
+            scheduler_cls=None, async_scheduling=False, max_num_seqs=4
+        ),
+        use_v2_model_runner=False,
         parallel_config=SimpleNamespace(
             tensor_parallel_size=2,
-            pipeline_parallel_size=1,
             prefill_context_parallel_size=1,
             decode_context_parallel_size=1,
             enable_dbo=False,
@@ -53,6 +68,7 @@ def test_a_supported_deployment_passes():
     check_supported(deployment(parallel_config__prefill_context_parallel_size=2))
     check_supported(deployment(kv_transfer_config=connector("MooncakeConnectorV2")))
     check_supported(deployment(compilation_config__cudagraph_mode=CUDAGraphMode.PIECEWISE))
+    check_supported(deployment(speculative_config=speculation()))
 
 
 @pytest.mark.parametrize(
@@ -67,10 +83,17 @@ def test_a_supported_deployment_passes():
             "decode_context_parallel_size is 2.*--decode-context-parallel-size 1",
         ),
         (
-            {"parallel_config__pipeline_parallel_size": 2},
-            "pipeline_parallel_size is 2.*--pipeline-parallel-size 1",
+            {"speculative_config": speculation(dynamic=True)},
+            "num_speculative_tokens_per_batch_size.*Set num_speculative_tokens alone",
         ),
-        ({"speculative_config": object()}, "speculative_config is set.*Remove"),
+        (
+            {"speculative_config": speculation("extract_hidden_states")},
+            "'extract_hidden_states'.*remove --speculative-config",
+        ),
+        (
+            {"speculative_config": speculation(), "use_v2_model_runner": True},
+            "VLLM_USE_V2_MODEL_RUNNER=0",
+        ),
         ({"parallel_config__enable_dbo": True}, "enable_dbo.*Remove --enable-dbo"),
         ({"parallel_config__enable_elastic_ep": True}, "enable_elastic_ep.*Remove"),
         (
@@ -101,6 +124,45 @@ def test_enabling_selects_the_worker_and_may_be_repeated():
         chosen = chosen or config.parallel_config.worker_cls
         install.enable(config, KvppConfig(enabled=True), chosen)
         assert config.parallel_config.worker_cls == "kvpp_connect.seam.cpu_worker.KvppCPUWorker"
+
+
+def test_compact_is_the_default_and_brings_its_scheduler():
+    config = deployment()
+    assert choose_mode(config, KvppConfig(enabled=True)).mode == "compact"
+    for asynchronous, scheduler in enumerate(KVPP_SCHEDULERS):
+        config.scheduler_config.async_scheduling = bool(asynchronous)
+        install.enable(config, KvppConfig(enabled=True), "auto")
+        assert config.scheduler_config.scheduler_cls == scheduler
+        assert choose_mode(config, KvppConfig(enabled=True)).mode == "compact"
+
+
+def test_full_leaves_the_scheduler_alone():
+    config = deployment()
+    install.enable(config, KvppConfig(enabled=True, mode="full"), "auto")
+    assert config.scheduler_config.scheduler_cls is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"use_v2_model_runner": True}, "runner V2.*VLLM_USE_V2_MODEL_RUNNER=0 selects V1"),
+        ({"scheduler_config__scheduler_cls": "mine.S"}, "scheduler_cls is 'mine.S'.*remove"),
+        ({"model_config__original_max_model_len": -1}, "max-model-len auto.*running_tokens"),
+    ],
+)
+def test_where_compact_is_not_possible_auto_is_full_and_says_why(changes, reason):
+    config = deployment(**changes)
+    choice = choose_mode(config, KvppConfig(enabled=True))
+    assert choice.mode == "full"
+    assert re.search(reason, choice.reason)
+    with pytest.raises(ConfigError, match=f"kvpp.mode compact is not possible: .*{reason}"):
+        install.enable(config, KvppConfig(enabled=True, mode="compact"), "auto")
+
+
+def test_a_length_that_is_not_known_needs_running_tokens():
+    config = deployment(model_config__original_max_model_len=-1)
+    asked = KvppConfig(enabled=True, running_tokens=4096)
+    assert choose_mode(config, asked).mode == "compact"
 
 
 def test_a_foreign_worker_is_refused_by_name():

@@ -1,7 +1,7 @@
 MAKEFLAGS += --no-print-directory
 PYTEST := .venv/bin/python -m pytest
 
-.PHONY: help setup lint type test test-unit demo clean
+.PHONY: help setup lint type test test-unit demo docs clean
 .DEFAULT_GOAL := help
 
 help: ## print this list
@@ -29,6 +29,9 @@ test-unit: setup ## run the tests that start no other process
 
 demo: setup ## run real vLLM servers with KVPP and check their tokens
 	@.venv/bin/kvpp demo
+
+docs: ## build the documentation pages; a warning is an error
+	@bash scripts/docs.sh
 
 clean: ## remove caches, generated models and logs (not .venv)
 	rm -rf .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build *.egg-info

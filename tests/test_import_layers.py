@@ -14,7 +14,10 @@ def loaded(statement, *names):
     return done.stdout.strip().splitlines()[-1]
 
 
-@pytest.mark.parametrize("module", ["layout", "config", "errors", "platforms.base"])
+@pytest.mark.parametrize(
+    "module",
+    ["layout", "config", "errors", "platforms.base", "planning.plan", "planning.compare"],
+)
 def test_planning_loads_neither_torch_nor_vllm(module):
     assert loaded(f"import kvpp_connect.{module}", "torch", "vllm", "mooncake") == "[]"
 

@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from kvpp_connect import __version__
+from kvpp_connect.cli import audit, bench, capacity, doctor, plan
 from kvpp_connect.errors import KvppError
 
 app = typer.Typer(
     help="KV pipeline parallelism for vLLM, together with KV transfer.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -39,7 +39,8 @@ def demo(
     ] = 200_000_000,
     timeout: Annotated[float, typer.Option(min=1, help="Limit for everything, in seconds.")] = 360,
     base_port: Annotated[
-        int | None, typer.Option(min=1, max=65529, help="First of six ports. Default: free ports.")
+        int | None,
+        typer.Option(min=1, max=65528, help="First of seven ports. Default: free ports."),
     ] = None,
     log_dir: Annotated[
         Path | None, typer.Option(help="Where logs go, and stay. Default: temporary.")
@@ -60,6 +61,13 @@ def demo(
         as_json=as_json,
     )
     raise typer.Exit(run_demo(options))
+
+
+app.command()(audit.audit)
+app.command()(plan.plan)
+app.command()(capacity.capacity)
+app.command()(doctor.doctor)
+app.add_typer(bench.app, name="bench")
 
 
 @app.command()

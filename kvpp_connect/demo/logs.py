@@ -7,7 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+from kvpp_connect.planning.serverlog import read_capacity, strip_colours
+
 # What vLLM's processes put before each line: "(Worker_TP0 pid=7) ERROR 11-30 03:37:17 [x.py:9] ".
 _PROCESS = re.compile(r"^\((?P<process>\S+) pid=\d+\) ?")
 _LEVEL = re.compile(r"^(?P<level>[A-Z]+) \d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)? \[[^\]]*\] ?")
@@ -21,7 +22,6 @@ _WRAPPERS = (
     "EngineDeadError",
     "cancelled",
 )
-_KV_CACHE_SIZE = re.compile(r"(?:[\w+]+ )*KV cache size: (?P<tokens>\d[\d.,_' ]*) tokens.*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +35,7 @@ class KvCacheSize:
 def read_log(path: Path) -> str:
     """The whole log without colours; empty where there is no file."""
     try:
-        return _ANSI.sub("", path.read_text(errors="replace"))
+        return strip_colours(path.read_text(errors="replace"))
     except FileNotFoundError:
         return ""
 
@@ -47,15 +47,14 @@ def tail(text: str, *, lines: int = 30, line_chars: int = 300) -> str:
 
 
 def kv_cache_size(text: str) -> KvCacheSize | None:
-    """The last "KV cache size: N tokens" line of a log, from the device name on.
+    """What the server of a log says about its KV cache when it last started.
 
     "INFO [utils.py:9] CPU KV cache size: 14,464 tokens, Maximum ..." gives 14464 tokens.
     """
-    lines = list(_KV_CACHE_SIZE.finditer(text))
-    if not lines:
+    found = read_capacity(text)
+    if found is None or found.engines[0].tokens is None:
         return None
-    tokens = int(re.sub(r"\D", "", lines[-1]["tokens"]))
-    return KvCacheSize(text=lines[-1][0].strip(), tokens=tokens)
+    return KvCacheSize(text=found.engines[0].text, tokens=found.engines[0].tokens)
 
 
 def root_cause(text: str) -> str | None:

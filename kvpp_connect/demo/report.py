@@ -8,6 +8,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from kvpp_connect.layout import capacity_ratio
+
 # Blocks are whole, so a measured ratio misses the formula a little; a wrong layout misses by 1/L.
 RATIO_TOLERANCE = 0.02
 
@@ -37,6 +39,7 @@ class RowMeasurement:
     kv_cache_line: str  # vLLM's own words
     kv_cache_tokens: int
     kvpp_ranks: int | None  # None without KVPP
+    scratch_share: float = 1.0  # blocks of a scratch slot over all blocks
     layers: int
     startup_s: float
     requests_s: float
@@ -82,20 +85,13 @@ class DemoReport:
         return self.error is None and bool(self.rows) and not self.failures
 
 
-def capacity_ratio(layers: int, kvpp_ranks: int) -> float:
-    """Capacity with KVPP over capacity without, at equal memory: L / (ceil(L/K) + 2).
-
-    6 layers over 2 ranks: 6 / (3 + 2) = 1.2. 78 layers over 8 ranks: 78 / (10 + 2) = 6.5.
-    """
-    owned = -(-layers // kvpp_ranks)
-    return layers / (owned + 2)
-
-
 def judge(row: RowMeasurement, plain: RowMeasurement) -> RowReport:
     """Compare a row with plain vLLM, which may be the row itself."""
     pairs = zip(row.tokens, plain.tokens, strict=True)
     identical = sum(mine == theirs for mine, theirs in pairs)
-    formula = 1.0 if row.kvpp_ranks is None else capacity_ratio(row.layers, row.kvpp_ranks)
+    formula = 1.0
+    if row.kvpp_ranks is not None:
+        formula = capacity_ratio(row.layers, row.kvpp_ranks, row.scratch_share)
     ratio = row.kv_cache_tokens / plain.kv_cache_tokens
     failures = []
     if identical != len(plain.tokens):

@@ -75,6 +75,7 @@ class Runner:
             kv_cache_line=size.text,
             kv_cache_tokens=size.tokens,
             kvpp_ranks=plan.kvpp_ranks,
+            scratch_share=plan.scratch_share(size.tokens),
             layers=self.spec.layers,
             startup_s=max(server.startup_s for server in servers.values()),
             requests_s=requests_s,

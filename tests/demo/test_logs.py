@@ -26,8 +26,11 @@ def test_the_kv_cache_size_is_read_whatever_the_device_and_the_separator(line, t
     assert found.text.startswith(text or line.split("] ")[-1])
 
 
-def test_the_last_kv_cache_size_counts():
-    lines = [PREFIX + f"CPU KV cache size: {tokens} tokens" for tokens in (100, 200)]
+def test_the_last_start_counts():
+    lines = [
+        f"(EngineCore pid={pid}) CPU KV cache size: {tokens} tokens"
+        for pid, tokens in ((7, 100), (8, 200))
+    ]
     found = kv_cache_size("\n".join(lines))
     assert found is not None
     assert found.tokens == 200

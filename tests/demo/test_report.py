@@ -9,7 +9,6 @@ from kvpp_connect.demo.report import (
     DemoReport,
     PullCounters,
     RowMeasurement,
-    capacity_ratio,
     judge,
     to_json,
     to_table,
@@ -39,20 +38,18 @@ def report_of(*rows, error=None):
     return DemoReport(rows=judged, total_s=100.0, error=error)
 
 
-@pytest.mark.parametrize(
-    ("layers", "ranks", "ratio"),
-    [(6, 2, 6 / 5), (78, 8, 6.5), (3, 2, 0.75), (8, 3, 8 / 5), (1, 2, 1 / 3)],
-)
-def test_the_capacity_formula_gives_the_worked_examples(layers, ranks, ratio):
-    assert capacity_ratio(layers, ranks) == pytest.approx(ratio)
-
-
 def test_equal_tokens_the_right_capacity_and_a_real_pull_are_ok():
     report = report_of(PLAIN, KVPP, PD)
     assert report.ok
     assert [row.identical for row in report.rows] == [3, 3, 3]
     assert report.rows[1].kv_cache_ratio == 1.2
     assert report.rows[2].logical_bytes == 300 * PER_TOKEN
+
+
+def test_compact_is_held_against_the_formula_with_its_share_of_scratch():
+    compact = dataclasses.replace(KVPP, scratch_share=0.25, kv_cache_tokens=17_143)
+    assert report_of(PLAIN, compact).ok
+    assert not report_of(PLAIN, dataclasses.replace(compact, scratch_share=1.0)).ok
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,10 @@ def test_the_demo_is_identical_on_every_row(tmp_path):
     assert done.returncode == 0, done.stderr[-5000:]
     report = json.loads(done.stdout)
     assert report["ok"]
-    assert [row["name"] for row in report["rows"]] == ["plain", "kvpp", "pd"]
+    assert [row["name"] for row in report["rows"]] == ["plain", "full", "kvpp", "pd"]
     for row in report["rows"]:
         assert row["identical"] == row["requests"] == 12
-    pd = report["rows"][2]
+    pd = report["rows"][3]
     assert pd["pulled_bytes"] == pd["logical_bytes"] > 0
     for row in report["rows"][1:]:
         assert row["kv_cache_ratio"] == pytest.approx(row["kv_cache_ratio_formula"], rel=1e-2)

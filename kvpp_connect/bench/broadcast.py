@@ -1,0 +1,244 @@
+"""How fast each transport broadcasts between local processes, beside a plain copy of the bytes.
+
+Two figures for each transport. *Stream*: one owner sends one broadcast after the other, as for the
+layers that it owns; time from the first start to the last rank's last wait, divided by their
+number. *Latency*: the owner changes each time, and every rank needs the broadcast before to make
+the next one; time for each.
+
+The sources lie further apart than caches reach and the targets are two slots, as in the engine. A
+plain copy, on one rank while the others wait, takes the same bytes from the same places. All of
+them are measured in turn, again and again, so that other load on the machine hits all alike.
+"""
+
+import ctypes
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+import torch.distributed as dist
+
+from kvpp_connect.bench.local_ranks import run_ranks
+from kvpp_connect.bench.traffic import StepBytes, measure_step_bytes
+from kvpp_connect.broadcast.collective import GroupBroadcast
+from kvpp_connect.broadcast.transports import create_transport
+from kvpp_connect.errors import KvppError
+from kvpp_connect.platforms.base import select_platform
+
+TransportName = Literal["collective", "shared_memory"]
+DEFAULT_SIZES = tuple(4096 * 4**power for power in range(8))  # 4 KiB to 64 MiB
+SLOTS = 2
+_SOURCE_BYTES = 64 << 20
+_ROUND_BYTES = 64 << 20  # moved in one round, at most
+_MAX_BROADCASTS, _MIN_BROADCASTS = 200, 4  # in one round
+_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Seconds of one copy or broadcast: median, least and most of all rounds."""
+
+    median_s: float
+    least_s: float
+    most_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportSpeed:
+    """One transport with payloads of one size."""
+
+    transport: TransportName
+    stream: Spread
+    latency: Spread
+    bytes_per_s: float  # of the stream
+    copy_ratio: float  # to the speed of the plain copy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SizeSpeed:
+    """All that was measured with payloads of one size."""
+
+    size_bytes: int
+    copy: Spread
+    copy_bytes_per_s: float
+    transports: tuple[TransportSpeed, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BroadcastReport:
+    """The whole result.
+
+    Attributes:
+        load: processes that wanted a core when the benchmark began, the ranks excluded.
+    """
+
+    ranks: int
+    cores: int
+    load: float
+    rounds: int
+    sizes: tuple[SizeSpeed, ...]
+    steps: tuple[StepBytes, ...]
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """Every step that moved other bytes than planned."""
+        return tuple(failure for step in self.steps for failure in step.failures)
+
+
+def measure_broadcast(
+    ranks: int, sizes: tuple[int, ...], rounds: int, limit_s: float
+) -> BroadcastReport:
+    """Start local processes and measure.
+
+    Args:
+        sizes: bytes of the payloads.
+        rounds: how often everything is measured.
+        limit_s: seconds after which it is given up.
+
+    Raises:
+        KvppError: a process failed, the time is up, or bytes arrived wrong.
+    """
+    load = os.getloadavg()[0]
+    speeds, steps = run_ranks(_measure_on_rank, ranks, limit_s, sizes, rounds)
+    return BroadcastReport(
+        ranks=ranks,
+        cores=len(os.sched_getaffinity(0)),
+        load=load,
+        rounds=rounds,
+        sizes=speeds,
+        steps=steps,
+    )
+
+
+def _measure_on_rank(
+    sizes: tuple[int, ...], rounds: int
+) -> tuple[tuple[SizeSpeed, ...], tuple[StepBytes, ...]]:
+    ranks = tuple(range(dist.get_world_size()))
+    names: tuple[TransportName, ...] = get_args(TransportName)
+    transports: dict[TransportName, GroupBroadcast] = {
+        name: create_transport(name, select_platform("cpu"), (ranks,), _gather, _TIMEOUT_S)
+        for name in names
+    }
+    memory = _Memory(max(sizes))
+    speeds = tuple(_measure_size(size, rounds, transports, memory) for size in sizes)
+    return speeds, measure_step_bytes(transports["shared_memory"])
+
+
+def _measure_size(
+    size: int, rounds: int, transports: dict[TransportName, GroupBroadcast], memory: "_Memory"
+) -> SizeSpeed:
+    payloads = memory.payloads(size)
+    copies: list[float] = []
+    streams: dict[TransportName, list[float]] = {name: [] for name in transports}
+    latencies: dict[TransportName, list[float]] = {name: [] for name in transports}
+    for _ in range(rounds + 1):  # the first one warms up
+        copies.append(_timed(payloads.copy, payloads.number, alone=True))
+        for name, transport in transports.items():
+            streams[name].append(_timed(lambda t=transport: payloads.stream(t), payloads.number))
+            payloads.check()
+            latencies[name].append(_timed(lambda t=transport: payloads.relay(t), payloads.number))
+    copy = _spread(copies[1:])
+    return SizeSpeed(
+        size_bytes=size,
+        copy=copy,
+        copy_bytes_per_s=size / copy.median_s,
+        transports=tuple(
+            _speed(name, size, copy, _spread(streams[name][1:]), _spread(latencies[name][1:]))
+            for name in transports
+        ),
+    )
+
+
+class _Memory:
+    """What is broadcast, and where to. Every rank knows what the owner's bytes look like."""
+
+    def __init__(self, largest: int) -> None:
+        self._sources = torch.zeros(max(_SOURCE_BYTES, largest), dtype=torch.uint8)
+        self._sources.copy_(torch.arange(len(self._sources)) * 40503 >> 8)
+        self._slots = torch.zeros(SLOTS * largest, dtype=torch.uint8)
+
+    def payloads(self, size: int) -> "_Payloads":
+        """As many payloads of a size as one round has."""
+        number = max(_MIN_BROADCASTS, min(_MAX_BROADCASTS, _ROUND_BYTES // size))
+        sources = self._sources[: len(self._sources) // size * size].view(-1, size)
+        slots = self._slots[: SLOTS * size].view(-1, size)
+        return _Payloads(
+            [sources[index % len(sources)] for index in range(number)],
+            [slots[index % SLOTS] for index in range(number)],
+        )
+
+
+class _Payloads:
+    """The broadcasts of one round; all views are there before the clock runs."""
+
+    def __init__(self, sources: list[torch.Tensor], slots: list[torch.Tensor]) -> None:
+        self.number = len(sources)
+        self._sources = sources
+        self._slots = slots
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._copies = [
+            (slot.data_ptr(), source.data_ptr(), len(source))
+            for source, slot in zip(sources, slots, strict=True)
+        ]
+
+    def copy(self) -> None:
+        """The yardstick: the bytes of ``stream``, by this process alone."""
+        for slot, source, size in self._copies:
+            ctypes.memmove(slot, source, size)
+
+    def stream(self, transport: GroupBroadcast) -> None:
+        """One owner, one broadcast after the other."""
+        for data in self._sources if self._rank == 0 else self._slots:
+            transport.start(data, 0).wait()
+
+    def relay(self, transport: GroupBroadcast) -> None:
+        """Each rank in turn, when it has the broadcast before."""
+        for index, data in enumerate(self._slots):
+            transport.start(data, index % self._ranks).wait()
+
+    def check(self) -> None:
+        """Compare the last broadcasts of a stream with what the owner sent.
+
+        Raises:
+            KvppError: they differ.
+        """
+        for source, slot in zip(self._sources[-SLOTS:], self._slots[-SLOTS:], strict=True):
+            if self._rank != 0 and not torch.equal(source, slot):
+                raise KvppError(f"a broadcast of {len(source)} bytes arrived wrong")
+            slot.zero_()
+
+
+def _timed(work: Callable[[], None], number: int, *, alone: bool = False) -> float:
+    """Seconds of one of ``number`` things, until the last rank has done them."""
+    dist.barrier()
+    begin = time.perf_counter()
+    if not alone or dist.get_rank() == 0:
+        work()
+    taken = torch.tensor([(time.perf_counter() - begin) / number])
+    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
+    return taken.item()
+
+
+def _spread(times: list[float]) -> Spread:
+    return Spread(median_s=statistics.median(times), least_s=min(times), most_s=max(times))
+
+
+def _speed(
+    name: TransportName, size: int, copy: Spread, stream: Spread, latency: Spread
+) -> TransportSpeed:
+    return TransportSpeed(
+        transport=name,
+        stream=stream,
+        latency=latency,
+        bytes_per_s=size / stream.median_s,
+        copy_ratio=copy.median_s / stream.median_s,
+    )
+
+
+def _gather(value: bytes) -> list[bytes]:
+    rows = [b""] * dist.get_world_size()
+    dist.all_gather_object(rows, value)
+    return rows

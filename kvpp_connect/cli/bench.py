@@ -1,0 +1,185 @@
+"""`kvpp bench`: measurements on this machine."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvpp_connect.cli.output import AsJson, make_console, make_table, print_json
+from kvpp_connect.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvpp_connect.bench.broadcast import BroadcastReport, Spread
+    from kvpp_connect.bench.serving import ServingReport
+
+app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
+
+
+@app.command()
+def broadcast(
+    *,
+    ranks: Annotated[int, typer.Option(min=2, max=64, help="Local processes.")] = 2,
+    sizes: Annotated[
+        str, typer.Option(help="Payloads, such as 64KiB,1MiB. Default: 4 KiB to 64 MiB.")
+    ] = "",
+    rounds: Annotated[int, typer.Option(min=1, help="How often all of it is measured.")] = 7,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw it into this file (.png, .svg, .pdf).")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=1, help="Limit for everything, in seconds.")] = 300,
+    as_json: AsJson = False,
+) -> None:
+    """Compare the transports between local processes with a plain copy.
+
+    Needs torch, no GPU and no server. Exit code 1 if a step moves other
+    bytes than planned.
+
+    \b
+    Example: two ranks, payloads of 4 KiB to 64 MiB
+      $ kvpp bench broadcast
+    Example: four ranks, two sizes, a picture
+      $ kvpp bench broadcast --ranks 4 --sizes 64KiB,16MiB --plot out.png
+    """
+    from kvpp_connect.bench.broadcast import DEFAULT_SIZES, measure_broadcast
+    from kvpp_connect.bench.plots import check_plots, plot_broadcast
+
+    payloads = _sizes(sizes) if sizes else DEFAULT_SIZES
+    if plot is not None:
+        check_plots(plot)
+    report = measure_broadcast(ranks, payloads, rounds, timeout)
+    if plot is not None:
+        plot_broadcast(report, plot)
+    if as_json:
+        print_json("bench broadcast", _document(report))
+    else:
+        _print(report)
+    raise typer.Exit(1 if report.failures else 0)
+
+
+@app.command()
+def serving(
+    *,
+    ranks: Annotated[int, typer.Option(min=2, max=16, help="Tensor parallel size.")] = 2,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the generated model.")] = 6,
+    kv_cache_bytes: Annotated[
+        int, typer.Option(min=1, help="KV cache per rank, in bytes.")
+    ] = 400_000_000,
+    running_tokens: Annotated[
+        str, typer.Option(help="Sizes for compact mode, such as default,3200,6400.")
+    ] = "default",
+    rounds: Annotated[int, typer.Option(min=1, help="How often the requests are sent.")] = 2,
+    as_json: AsJson = False,
+) -> None:
+    """Compare plain vLLM, full and compact mode on real servers.
+
+    Needs vLLM. Twenty requests of 114 to 763 tokens, sixteen at once. Exit
+    code 1 if tokens are not plain vLLM's.
+
+    \b
+    Example: two ranks, the default size of compact's scratch
+      $ kvpp bench serving
+    Example: how serving behaves as requests meet the limit of scratch
+      $ kvpp bench serving --running-tokens default,1600,3200,6400
+    """
+    from rich.console import Console
+
+    from kvpp_connect.bench.serving import ServingOptions, measure_serving
+
+    options = ServingOptions(
+        ranks=ranks,
+        layers=layers,
+        kv_cache_bytes=kv_cache_bytes,
+        running_tokens=_running_tokens(running_tokens),
+        rounds=rounds,
+    )
+    report = measure_serving(options, Console(stderr=True))
+    if as_json:
+        print_json("bench serving", {**asdict(report), "failures": list(report.failures)})
+    else:
+        _print_serving(report)
+    raise typer.Exit(1 if report.failures else 0)
+
+
+def _running_tokens(text: str) -> tuple[int | None, ...]:
+    sizes: list[int | None] = []
+    for word in text.split(","):
+        if word.strip() != "default" and not word.strip().isdecimal():
+            raise ConfigError(
+                f"--running-tokens is {text!r}; expected numbers of tokens or default, with commas"
+            )
+        sizes.append(None if word.strip() == "default" else int(word))
+    return tuple(sizes)
+
+
+def _print_serving(report: "ServingReport") -> None:
+    console = make_console()
+    table = make_table(
+        "server", "cached tokens", "seconds", "x plain", "preemptions", "identical answers"
+    )
+    for row in report.rows:
+        table.add_row(
+            row.name,
+            f"{row.cached_tokens:,}",
+            ", ".join(f"{seconds:.1f}" for seconds in row.seconds),
+            f"{row.plain_ratio:.2f}",
+            str(row.preemptions),
+            f"{row.identical} of {row.answers}",
+        )
+    console.print(table)
+    for failure in report.failures:
+        console.print(f"[bold red]{failure}[/bold red]")
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    from kvpp_connect.planning.units import parse_bytes
+
+    found = tuple(parse_bytes(size, "--sizes") for size in text.split(","))
+    if max(found) > 1 << 30:
+        raise ConfigError(f"--sizes is {text!r}; expected at most 1GiB")
+    return found
+
+
+def _print(report: "BroadcastReport") -> None:
+    from kvpp_connect.planning.units import format_bytes
+
+    console = make_console()
+    console.print(
+        f"{report.ranks} ranks on {report.cores} cores, load {report.load:.1f} before; medians of "
+        f"{report.rounds} rounds, and in brackets the least and the most"
+    )
+    table = make_table("payload", "way", "stream", "x copy", "stream, us", "latency, us", left=2)
+    for size in report.sizes:
+        rate = _rate(size.copy_bytes_per_s)
+        table.add_row(format_bytes(size.size_bytes), "plain copy", rate, "", _us(size.copy), "")
+        for speed in size.transports:
+            name, rate = speed.transport.replace("_", " "), _rate(speed.bytes_per_s)
+            ratio = f"{speed.copy_ratio:.2f}"
+            table.add_row("", name, rate, ratio, _us(speed.stream), _us(speed.latency))
+    console.print(table)
+    steps = make_table("step", "requests", "active blocks", "broadcasts", "moved", "planned")
+    for step in report.steps:
+        steps.add_row(
+            step.mode,
+            str(step.requests),
+            str(step.active_blocks),
+            str(step.broadcasts),
+            f"{step.moved_bytes:,}",
+            f"{step.planned_bytes:,}",
+        )
+    console.print(steps)
+    for failure in report.failures:
+        console.print(f"[bold red]{failure}[/bold red]")
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e9:.2f} GB/s"
+
+
+def _us(spread: "Spread") -> str:
+    us = [seconds * 1e6 for seconds in (spread.median_s, spread.least_s, spread.most_s)]
+    return f"{us[0]:,.0f} ({us[1]:,.0f} to {us[2]:,.0f})"
+
+
+def _document(report: "BroadcastReport") -> dict[str, Any]:
+    return {**asdict(report), "failures": list(report.failures)}

@@ -1,0 +1,237 @@
+"""`kvpp doctor`: what would stop a server on this machine, each problem with the way out."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kvpp_connect.cli.output import AsJson, make_console, print_json
+from kvpp_connect.errors import ConfigError, KvppError
+
+if TYPE_CHECKING:
+    from kvpp_connect.cli.probes import Finding
+
+_DEFAULT_HOST = "127.0.0.1"
+_DEFAULT_PROTOCOL = "tcp"
+
+
+def doctor(
+    path: Annotated[
+        Path | None, typer.Argument(help="Checkpoint; lets vLLM judge the whole deployment.")
+    ] = None,
+    serve_arguments: Annotated[
+        list[str] | None, typer.Argument(help="After --: further arguments of `vllm serve`.")
+    ] = None,
+    *,
+    tp: Annotated[int, typer.Option(help="Tensor parallel size.")] = 1,
+    kv_transfer_config: Annotated[str, typer.Option(help="JSON, as for the server.")] = "",
+    additional_config: Annotated[str, typer.Option(help="JSON, as for the server.")] = "",
+    port: Annotated[
+        list[int] | None, typer.Option(help="Port that must be free; may be repeated.")
+    ] = None,
+    master: Annotated[str, typer.Option(help="HOST:PORT of a mooncake_master.")] = "",
+    producer: Annotated[
+        str, typer.Option(help="HOST:PORT of a prefill node's control channel.")
+    ] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Say what would stop a server on this machine, each problem with the way out.
+
+    Checks versions, libraries, ports, limits, and the configuration by the code
+    with which the servers check it. Exit code 1 where anything would fail.
+
+    \b
+    Example: a prefill node
+      $ kvpp doctor /models/DeepSeek-R1 --tp 8 \\
+          --additional-config '{"enable_kvpp": true}' \\
+          --kv-transfer-config '{"kv_connector": "MooncakeConnectorV2",
+            "kv_connector_module_path": "kvpp_connect.connectors",
+            "kv_connector_extra_config": {"control_port": 7000},
+            "kv_role": "kv_producer"}' \\
+          -- --max-model-len 32768
+    Example: can this decode node reach the prefill node?
+      $ kvpp doctor --producer 10.0.0.7:7000
+    """
+    from kvpp_connect.cli import probes
+
+    findings: list[Finding] = [*probes.versions()]
+    transfer, found = _parse_json(kv_transfer_config, "--kv-transfer-config")
+    findings += found
+    additional, found = _parse_json(additional_config, "--additional-config")
+    findings += found
+    extra = transfer.get("kv_connector_extra_config")
+    extra = extra if isinstance(extra, Mapping) else {}
+    protocol = str(extra.get("protocol") or _DEFAULT_PROTOCOL)
+    keys = [*_configuration(transfer, additional)]
+    findings += keys
+    if _is_installed(findings):
+        findings += probes.touchpoints()
+        if path is not None and not any(finding.state == "fail" for finding in keys):
+            arguments = [f"--tensor-parallel-size={tp}", *(serve_arguments or ())]
+            findings += _deployment(path, arguments, additional, transfer)
+    host = _host(extra)
+    findings += probes.mooncake(host, protocol, needed=bool(transfer))
+    findings.append(probes.locked_memory(protocol))
+    findings += _network(transfer, extra, host, port or [], master, producer)
+    failed = any(finding.state == "fail" for finding in findings)
+    if as_json:
+        print_json("doctor", {"ok": not failed, "findings": [asdict(f) for f in findings]})
+    else:
+        _print(findings)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _is_installed(findings: "list[Finding]") -> bool:
+    """Whether vLLM is there to be asked."""
+    return not any(f.topic == "vLLM" and f.said == "not installed" for f in findings)
+
+
+def _host(extra: Mapping[str, Any]) -> str:
+    """Where this node's server would listen for its peers."""
+    from kvpp_connect.seam import checks
+
+    return str(extra.get("host") or "") or checks.host_address() or _DEFAULT_HOST
+
+
+def _parse_json(text: str, flag: str) -> "tuple[dict[str, Any], list[Finding]]":
+    from kvpp_connect.cli.probes import Finding
+
+    if not text:
+        return {}, []
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        problem = f"{flag} is no JSON ({error})"
+    else:
+        if isinstance(value, dict):
+            return value, []
+        problem = f"{flag} is no JSON object"
+    way_out = 'quote it for the shell: \'{"key": "value"}\''
+    return {}, [Finding(topic="configuration", state="fail", said=problem, way_out=way_out)]
+
+
+def _configuration(
+    transfer: Mapping[str, Any], additional: Mapping[str, Any]
+) -> "Iterator[Finding]":
+    """Our own keys, by the parsers of the servers."""
+    from kvpp_connect.cli.probes import Finding
+    from kvpp_connect.config import parse_additional_config
+
+    checks: list[tuple[str, Callable[[], object]]] = []
+    if additional:
+        checks.append(("additional config", lambda: parse_additional_config(additional)))
+    if transfer:
+        checks.append(("connector config", lambda: _parse_connector(transfer)))
+    for topic, check in checks:
+        try:
+            check()
+        except KvppError as error:
+            yield Finding(topic=topic, state="fail", said=str(error))
+        else:
+            yield Finding(topic=topic, state="ok", said="all keys known, all values fit")
+
+
+def _parse_connector(transfer: Mapping[str, Any]) -> None:
+    """A connector's extra config by its own parser.
+
+    Raises:
+        ConfigError: an unknown key or a wrong value, or no connector is named.
+    """
+    from kvpp_connect.connectors.mooncake_v2.config import parse_extra_config
+
+    parsers: dict[str, Callable[[Mapping[str, Any]], object]] = {
+        "MooncakeConnectorV2": parse_extra_config,
+    }
+    name = transfer.get("kv_connector")
+    if not isinstance(name, str):
+        raise ConfigError(f"kv_connector is {name!r}; expected one of: {', '.join(parsers)}")
+    extra = transfer.get("kv_connector_extra_config", {})
+    if not isinstance(extra, Mapping):
+        raise ConfigError(f"kv_connector_extra_config of {name} is no object")
+    if name in parsers:
+        parsers[name](extra)
+
+
+def _deployment(
+    path: Path, arguments: list[str], additional: dict[str, Any], transfer: dict[str, Any]
+) -> "Iterator[Finding]":
+    """What vLLM and the seam say to the whole."""
+    from kvpp_connect.cli.probes import Finding
+    from kvpp_connect.planning.checkpoint import read_checkpoint
+    from kvpp_connect.seam import checks
+
+    try:
+        file = read_checkpoint(path).path
+        problems = checks.deployment_problems(file, arguments, additional, transfer)
+    except ConfigError as error:
+        problems = (str(error),)
+    for problem in problems:
+        yield Finding(topic="deployment", state="fail", said=problem)
+    if not problems:
+        yield Finding(topic="deployment", state="ok", said="vLLM and KVPP accept it")
+
+
+def _network(
+    transfer: Mapping[str, Any],
+    extra: Mapping[str, Any],
+    host: str,
+    ports: list[int],
+    master: str,
+    producer: str,
+) -> "Iterator[Finding]":
+    from kvpp_connect.cli import probes
+
+    control_port = extra.get("control_port", 0)
+    produces = transfer.get("kv_role") in ("kv_producer", "kv_both")
+    if transfer:
+        yield probes.own_address(host)
+    if produces and isinstance(control_port, int) and 0 < control_port < 65536:
+        yield probes.port("control port", host, control_port)
+    for number in ports:
+        yield probes.port("port", host, number)
+    if master:
+        address = _address(master)
+        way_out = "start mooncake_master there, and let its port through firewalls"
+        yield (
+            probes.reachable("master", *address, way_out)
+            if address
+            else _no_address("master", master)
+        )
+    if producer:
+        address = _address(producer)
+        yield probes.producer(*address) if address else _no_address("producer", producer)
+
+
+def _address(text: str) -> tuple[str, int] | None:
+    host, _, number = text.rpartition(":")
+    if not host or not number.isdecimal() or not 0 < int(number) < 65536:
+        return None
+    return host.removeprefix("[").removesuffix("]"), int(number)
+
+
+def _no_address(topic: str, text: str) -> "Finding":
+    from kvpp_connect.cli.probes import Finding
+
+    said = f"{text!r} is no address"
+    return Finding(topic=topic, state="fail", said=said, way_out="write HOST:PORT")
+
+
+def _print(findings: "list[Finding]") -> None:
+    console = make_console()
+    colours = {"ok": "green", "note": "yellow", "fail": "red"}
+    width = max(len(finding.topic) for finding in findings)
+    for finding in findings:
+        console.print(
+            f"[{colours[finding.state]}]{finding.state:>4}[/]  {finding.topic:<{width}}  ", end=""
+        )
+        console.print(" ".join(finding.said.split()), markup=False)
+        if finding.way_out:
+            console.print(f"{'':>4}  {'':<{width}}  -> {finding.way_out}", markup=False)
+    failed = sum(finding.state == "fail" for finding in findings)
+    console.print(
+        f"{failed} of {len(findings)} checks would fail" if failed else "nothing would fail"
+    )

@@ -68,7 +68,7 @@ def connect_group(
         problem = ""
         try:
             links = meeting.connect(cards)
-        except (OSError, PeerError) as error:
+        except (OSError, ValueError, PeerError) as error:
             problem = f"rank {rank} does not reach the others: {error}"
         problems = [row.decode() for row in _gathered(gather, problem.encode()) if row]
         if problems:
@@ -108,7 +108,7 @@ class _Meeting:
         self._rank = rank
         self._limit_s = limit_s
         self._staging_bytes = staging_bytes
-        self._deadline = time.monotonic() + min(limit_s, _MEETING_LIMIT_S)
+        self._deadline = 0.0  # set when all ranks have gathered
         self.card = _Card(machine_id(), f"kvpp-{secrets.token_hex(16)}", secrets.token_hex(16))
         self._memory = os.memfd_create("kvpp-staging", os.MFD_CLOEXEC)
         os.posix_fallocate(self._memory, 0, staging_bytes)

@@ -11,14 +11,16 @@ from dataclasses import dataclass, replace
 
 import pytest
 from e2e_tools import continue_all, wait_for
+from forecast_tools import forecast
 
-from kvpp_connect.demo.logs import read_log
+from kvpp_connect.demo.logs import kv_cache_size, read_log
 from kvpp_connect.demo.model import ModelSpec, write_checkpoint
 from kvpp_connect.errors import PeerError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 LONG = 100  # tokens
+RUNNING_TOKENS = 70 * 16
 
 
 def speculation(tokens):
@@ -33,13 +35,22 @@ class Combination:
     args: tuple[str, ...] = ()
     compiled: bool = False
     drafts: bool = False
+    stages: int = 1
+
+    @property
+    def memory(self) -> int:
+        """Bytes of KV cache per rank; in full mode they hold 70 blocks."""
+        blocks_held = 3 + 2 + self.drafts
+        return 60_000_000 if self.mode == "compact" else 70 * blocks_held * 16 * 576 * 4
 
 
 COMBINATIONS = {
     "tp4": Combination(4, "compact"),
     "tp2-mtp1": Combination(2, "compact", speculation(1), drafts=True),
     "tp2-mtp2-full": Combination(2, "full", speculation(2), drafts=True),
-    "tp2-pp2-compiled": Combination(2, "compact", ("--pipeline-parallel-size", "2"), compiled=True),
+    "tp2-pp2-compiled": Combination(
+        2, "compact", ("--pipeline-parallel-size", "2"), compiled=True, stages=2
+    ),
 }
 
 
@@ -83,11 +94,8 @@ def servers(describe, run_servers, expert_model, combination):
     """70 blocks for running requests: four of the long answers do not fit together."""
     chosen = COMBINATIONS[combination]
     options = {"mode": chosen.mode}
-    memory = 60_000_000
     if chosen.mode == "compact":
-        options["running_tokens"] = 70 * 16
-    else:
-        memory = 70 * (3 + 2 + chosen.drafts) * 16 * 576 * 4
+        options["running_tokens"] = RUNNING_TOKENS
     return run_servers(
         describe(
             combination,
@@ -96,7 +104,7 @@ def servers(describe, run_servers, expert_model, combination):
             args=chosen.args,
             compiled=chosen.compiled,
             model=expert_model,
-            cache_bytes=memory,
+            cache_bytes=chosen.memory,
         )
     )
 
@@ -130,6 +138,17 @@ def test_an_abort_in_the_middle_leaves_the_others_right(client, prompts, others,
     assert continue_all(client, prompts) == expected[0]
     running = "vllm:num_requests_running"
     wait_for(lambda: client.counters([running])[running] == 0)
+
+
+def test_the_cache_holds_as_many_tokens_as_kvpp_plan_says(
+    client, servers, expert_model, combination
+):
+    chosen = COMBINATIONS[combination]
+    flags = ["--pp", chosen.stages, "--mtp", int(chosen.drafts)]
+    if chosen.mode == "compact":
+        flags += ["--running-tokens", RUNNING_TOKENS]
+    planned = forecast(expert_model, chosen.mode, chosen.memory, *flags, ranks=chosen.ranks)
+    assert kv_cache_size(read_log(servers.logs[combination])).tokens == planned["tokens"]
 
 
 def test_drafts_are_cached_on_every_rank(client, servers, combination):

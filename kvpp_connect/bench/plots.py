@@ -7,6 +7,7 @@ from kvpp_connect.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvpp_connect.bench.broadcast import BroadcastReport
+    from kvpp_connect.bench.capacity import CapacityReport
 
 
 def check_plots(path: Path) -> None:
@@ -56,4 +57,31 @@ def plot_broadcast(report: "BroadcastReport", path: Path) -> None:
     for axes in (speed, step):
         axes.grid(alpha=0.3)
         axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def plot_capacity(report: "CapacityReport", path: Path) -> None:
+    """Draw capacity over the group's size: limit, formula of both modes, measured servers."""
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports] - an extra
+
+    figure = Figure(figsize=(7, 4.6), layout="constrained")
+    axes = figure.subplots()
+    for model in dict.fromkeys(row.model for row in report.planned):
+        rows = [row for row in report.planned if row.model == model]
+        ranks = [row.ranks for row in rows]
+        axes.plot(ranks, [row.limit for row in rows], "--", label=f"{model}: limit")
+        axes.plot(ranks, [row.full for row in rows], marker="s", label=f"{model}: full")
+        for index, share in enumerate(report.shares):
+            ratios = [row.compact[index] for row in rows]
+            axes.plot(ranks, ratios, marker="o", label=f"{model}: compact, f = {share:g}")
+    for variant in ("full", "compact"):
+        rows = [row for row in report.measured if row.variant == variant]
+        if rows:
+            ratios = [row.plain_ratio for row in rows]
+            axes.plot([r.ranks for r in rows], ratios, "k*", label=f"measured: {variant}")
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("ranks of the KVPP group")
+    axes.set_ylabel("capacity over plain vLLM")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
     figure.savefig(path, dpi=150)

@@ -11,6 +11,7 @@ from kvpp_connect.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvpp_connect.bench.broadcast import BroadcastReport, Spread
+    from kvpp_connect.bench.capacity import CapacityReport
     from kvpp_connect.bench.serving import ServingReport
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
@@ -55,6 +56,105 @@ def broadcast(
     else:
         _print(report)
     raise typer.Exit(1 if report.failures else 0)
+
+
+@app.command()
+def capacity(
+    paths: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Models to plan for: checkpoint directories, or config.json files."),
+    ] = None,
+    *,
+    ranks: Annotated[str, typer.Option(help="Group sizes, such as 2,4,8.")] = "2,4,8",
+    shares: Annotated[
+        str, typer.Option(help="Scratch shares f of compact mode, such as 0.05,0.1,0.25.")
+    ] = "0.05,0.1,0.25",
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Start servers of a small model as well.")
+    ] = False,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the small model.")] = 6,
+    kv_cache_bytes: Annotated[
+        int, typer.Option(min=1, help="KV cache of the small model's ranks, in bytes.")
+    ] = 60_000_000,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw it into this file (.png, .svg, .pdf).")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what KVPP holds over the size of its group.
+
+    Models are planned from config.json alone. With --measure, servers of a
+    small model start in each layout; exit code 1 if one holds other than
+    planned, to the block.
+
+    \b
+    Example: two models over groups of 4 and 8 ranks
+      $ kvpp bench capacity DeepSeek-R1 DeepSeek-V3.2 --ranks 4,8
+    Example: plain, full and compact servers on two ranks
+      $ kvpp bench capacity --measure --ranks 2
+    """
+    from rich.console import Console
+
+    from kvpp_connect.bench.capacity import CapacityReport, measure_capacities, plan_ratios
+    from kvpp_connect.bench.plots import check_plots, plot_capacity
+
+    sizes = tuple(map(int, _numbers(ranks, "--ranks", least=2, most=256, whole=True)))
+    asked = _numbers(shares, "--shares", least=0, most=1)
+    if not paths and not measure:
+        raise ConfigError("nothing to do: name models to plan for, or add --measure")
+    if plot is not None:
+        check_plots(plot)
+    report = CapacityReport(
+        shares=asked,
+        planned=plan_ratios(paths or (), sizes, asked),
+        measured=(
+            measure_capacities(sizes, kv_cache_bytes, layers, Console(stderr=True))
+            if measure
+            else ()
+        ),
+    )
+    if plot is not None:
+        plot_capacity(report, plot)
+    if as_json:
+        print_json("bench capacity", {**asdict(report), "failures": list(report.failures)})
+    else:
+        _print_capacity(report)
+    raise typer.Exit(1 if report.failures else 0)
+
+
+def _numbers(
+    text: str, name: str, *, least: float, most: float, whole: bool = False
+) -> tuple[float, ...]:
+    try:
+        found = tuple(float(word) for word in text.split(","))
+    except ValueError:
+        found = ()
+    right = all(least <= n <= most and (not whole or n.is_integer()) for n in found)
+    if not found or not right:
+        kind = "whole numbers" if whole else "numbers"
+        raise ConfigError(
+            f"{name} is {text!r}; expected {kind} from {least} to {most}, with commas"
+        )
+    return found
+
+
+def _print_capacity(report: "CapacityReport") -> None:
+    console = make_console()
+    if report.planned:
+        compact = (f"compact, f = {share:g}" for share in report.shares)
+        table = make_table("model", "ranks", "limit", "full", *compact)
+        for row in report.planned:
+            ratios = (f"x{ratio:.2f}" for ratio in (row.limit, row.full, *row.compact))
+            table.add_row(row.model, str(row.ranks), *ratios)
+        console.print(table)
+    if report.measured:
+        table = make_table("server", "ranks", "tokens", "planned", "x plain")
+        for row in report.measured:
+            tokens = (f"{row.served_tokens:,}", f"{row.planned_tokens:,}")
+            table.add_row(row.variant, str(row.ranks), *tokens, f"{row.plain_ratio:.2f}")
+        console.print(table)
+    for failure in report.failures:
+        console.print(f"[bold red]{failure}[/bold red]")
 
 
 @app.command()

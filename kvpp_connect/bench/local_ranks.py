@@ -21,6 +21,8 @@ _END_S = 5.0
 def run_ranks(function: Callable[..., Any], ranks: int, limit_s: float, *arguments: Any) -> Any:  # noqa: ANN401 - the function's
     """Call ``function(*arguments)`` on every rank of a new world; returns rank 0's answer.
 
+    Each rank has a core of its own where there are enough of them, as vLLM binds its CPU workers.
+
     Args:
         function: at the top of a module, with arguments that can be pickled.
         limit_s: seconds after which all ranks are ended.
@@ -84,6 +86,9 @@ def _rank(
 ) -> None:
     """Body of a process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us ends us
+    cores = sorted(os.sched_getaffinity(0))
+    if ranks <= len(cores):
+        os.sched_setaffinity(0, {cores[rank]})
     try:
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
         torch.set_num_threads(1)

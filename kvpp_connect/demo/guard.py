@@ -2,11 +2,11 @@
 
 Usage: python guard.py PARENT_PID ORDERLY_END_S PROGRAM [ARGUMENT...]
 
-The guard leads the session, runs the program and ends as it ends. On SIGTERM, which the kernel also
-sends when the parent dies in whatever way, it passes SIGTERM on to the program, and ORDERLY_END_S
-seconds later SIGKILL to all that is left in the session. vLLM needs that: while its engine starts,
-its API server survives SIGTERM. Run by path in an isolated interpreter, so this file imports the
-standard library only. Linux only.
+The guard leads a process group, runs the program and ends as it ends. On SIGTERM, which the kernel
+also sends when the parent dies in whatever way, it passes SIGTERM on to the program, and
+ORDERLY_END_S seconds later SIGKILL to all that is left in the group. vLLM needs that: while its
+engine starts, its API server survives SIGTERM. Run by path in an isolated interpreter, so this file
+imports the standard library only. Linux only.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ _PR_SET_CHILD_SUBREAPER = 36
 _AWAITED = (signal.SIGTERM, signal.SIGCHLD)
 
 
-def session_members(session: int) -> tuple[int, ...]:
-    """Ids of the processes of a session that are not zombies."""
+def group_members(group: int) -> tuple[int, ...]:
+    """Ids of the processes of a process group that are not zombies."""
     members = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with contextlib.suppress(OSError):
-                # "pid (name) state ppid pgrp session ..."; the name may hold blanks and brackets.
+                # "pid (name) state ppid pgrp ..."; the name may hold blanks and brackets.
                 stat = Path("/proc", entry, "stat").read_text(errors="replace")
-                state, _, _, member_of = stat.rpartition(")")[2].split()[:4]
-                if int(member_of) == session and state not in "ZX":
+                state, _, member_of = stat.rpartition(")")[2].split()[:3]
+                if int(member_of) == group and state not in "ZX":
                     members.append(int(entry))
     return tuple(members)
 
@@ -87,7 +87,7 @@ def _watch(child: int, orderly_end_s: float) -> int:
             if status is not None:
                 return status
             continue
-        others = [pid for pid in session_members(os.getpid()) if pid != os.getpid()]
+        others = [pid for pid in group_members(os.getpid()) if pid != os.getpid()]
         if not others and status is not None:
             return status
         late_s = time.monotonic() - kill_at

@@ -1,8 +1,10 @@
-"""One child process in a session of its own: start, watch, stop, prove that it is gone.
+"""One child process in a process group of its own: start, watch, stop, prove that it is gone.
 
-The program runs below a guard (guard.py) that leads a new session, so everything it starts can be
-found and ended without touching any other process, and a Ctrl-C in the terminal reaches only the
-parent. Linux is assumed (/proc). Nothing here knows what the program serves.
+The program runs below a guard (guard.py) that leads a new process group, so everything it starts
+can be found and ended without touching any other process, and a Ctrl-C in the terminal reaches only
+the parent. It is no session of its own: between sessions Linux shares the processors first
+(sched_autogroup), and a busy server then starves another one's transfer threads for seconds.
+Linux is assumed (/proc). Nothing here knows what the program serves.
 
 Threading: start() must be called from a thread that lives as long as the program is wanted, because
 the kernel ties the guard to the thread that started it.
@@ -22,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvpp_connect.demo import guard
-from kvpp_connect.demo.guard import ORPHANS_END_S, is_resource_tracker, session_members
+from kvpp_connect.demo.guard import ORPHANS_END_S, group_members, is_resource_tracker
 from kvpp_connect.demo.logs import read_log, root_cause, tail
 from kvpp_connect.errors import KvppError
 
@@ -90,19 +92,19 @@ class ServerProcess:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, **self.launch.env},
-                start_new_session=True,
+                process_group=0,
             )
 
     @property
     def pid(self) -> int | None:
-        """Id of the guard and of the session; None when nothing runs any more."""
+        """Id of the guard and of the group; None when nothing runs any more."""
         return self._popen.pid if self._popen else None
 
     def exit_code(self) -> int | None:
         """Exit code of the program (negative: the signal), None while it runs.
 
         The guard is not reaped before stop(), so its id cannot be given to a stranger while
-        members of its session are still looked for.
+        members of its group are still looked for.
         """
         if self._popen is not None and self._leader_exit_code is None:
             options = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -132,8 +134,8 @@ class ServerProcess:
         stop_all({self: grace_s})
 
     def members(self) -> tuple[int, ...]:
-        """Ids of the living processes of the session, the guard's included."""
-        return session_members(self.pid) if self.pid is not None else ()
+        """Ids of the living processes of the group, the guard's included."""
+        return group_members(self.pid) if self.pid is not None else ()
 
     def terminate(self) -> None:
         """Ask for an orderly end."""
@@ -141,7 +143,7 @@ class ServerProcess:
             self._signal((self.pid,), signal.SIGTERM)
 
     def kill(self, *, gently: bool) -> None:
-        """Kill the session; gently: all but those that clean up and end by themselves."""
+        """Kill the group; gently: all but those that clean up and end by themselves."""
         targets = self.members()
         if gently:
             targets = [p for p in targets if p != self.pid and not is_resource_tracker(p)]
@@ -194,7 +196,7 @@ def stop_all(graces_s: Mapping[ServerProcess, float]) -> None:
 
 
 def _wait_until_gone(limits_s: Mapping[ServerProcess, float]) -> list[ServerProcess]:
-    """Wait for sessions to become empty; returns those that are not.
+    """Wait for groups to become empty; returns those that are not.
 
     Processes that outlive their leader get no more than three seconds from its end on.
     """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpp_connect.demo.guard import session_members
+from kvpp_connect.demo.guard import group_members
 from kvpp_connect.demo.process import ServerError, ServerProcess
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60)]
@@ -137,10 +137,10 @@ def test_a_server_ends_when_its_guard_is_killed(start, tmp_path, read_pids, wait
     assert wait_until_dead(pids) == []
 
 
-def test_session_members_sees_this_process_and_no_strangers():
-    members = session_members(os.getsid(0))
+def test_group_members_sees_this_process_and_no_strangers():
+    members = group_members(os.getpgrp())
     assert os.getpid() in members
-    assert session_members(2**22 + 1) == ()
+    assert group_members(2**22 + 1) == ()
 
 
 def test_a_killed_server_leaves_no_shared_memory(start, tmp_path):

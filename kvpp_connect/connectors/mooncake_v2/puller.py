@@ -126,7 +126,7 @@ class Puller:
             self._results.done.append(result)
 
     def _pull(self, peer: "_Peer", pull: PullRequest) -> tuple[int, int, float]:
-        """Pull; answers bytes, pieces, and how long a given-up read may write."""
+        """Pull; answers bytes, pieces, and until when a given-up read may write."""
         manifest = peer.manifest(pull.remote)
         check_compatible(manifest, self._caches)
         tokens = TokenRange(

@@ -10,6 +10,7 @@ from kvpp_connect.connectors.mooncake_v2.producer import Producer
 from kvpp_connect.connectors.mooncake_v2.quarantine import BlockPins, BlockQuarantine
 from kvpp_connect.connectors.mooncake_v2.registration import StagePublication
 from kvpp_connect.connectors.mooncake_v2.releases import LeaseReleaser
+from kvpp_connect.connectors.mooncake_v2.secret import load_keys
 from kvpp_connect.errors import LayoutError
 from kvpp_connect.seam.api import RequestStatus
 
@@ -37,12 +38,20 @@ class SchedulerSide:
         self._consumer: Consumer | None = None
         self._releaser: LeaseReleaser | None = None
         self._quarantine = BlockQuarantine()
+        keys = load_keys(config.control_secret_file)
         if produces:
             self._producer = Producer(
-                engine_id=engine_id, host=host, port=port, lease_s=config.lease_s
+                engine_id=engine_id,
+                host=host,
+                bind_host=config.bind_host,
+                port=port,
+                lease_s=config.lease_s,
+                max_lease_s=config.max_lease_s,
+                keys=keys,
+                questions_per_s=config.max_questions_per_s,
             )
         if consumes:
-            self._releaser = LeaseReleaser(config.control_timeout_s)
+            self._releaser = LeaseReleaser(config.control_timeout_s, keys)
             self._consumer = Consumer(self._releaser, self._quarantine)
 
     def bind_pool(self, pins: BlockPins) -> None:
@@ -69,6 +78,12 @@ class SchedulerSide:
             dtype=dtype,
         )
 
+    def arrived(self, request: "Request") -> None:
+        """A request was queued; it may wait for long before anything else is asked about it."""
+        offer = _offer(request)
+        if self._consumer is not None and offer is not None:
+            self._consumer.arrived(request.request_id, *offer)
+
     def matched_tokens(self, request: "Request", computed_tokens: int) -> tuple[int, bool]:
         """Tokens that can be pulled beyond the computed ones, and whether in the background."""
         offer = _offer(request)
@@ -92,6 +107,7 @@ class SchedulerSide:
         return StepOrders(
             pulls=self._consumer.take_pulls() if self._consumer else (),
             ended_leases=self._producer.take_ended() if self._producer else frozenset(),
+            cancelled=self._consumer.take_cancelled() if self._consumer else frozenset(),
         )
 
     def received(self, request_ids: Iterable[str], still_written: Mapping[str, float]) -> None:

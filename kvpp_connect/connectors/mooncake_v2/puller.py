@@ -16,6 +16,7 @@ from kvpp_connect.connectors.mooncake_v2 import wire
 from kvpp_connect.connectors.mooncake_v2.control import ControlClient
 from kvpp_connect.connectors.mooncake_v2.counters import PullStats
 from kvpp_connect.connectors.mooncake_v2.metadata import PullRequest, RemotePrefill
+from kvpp_connect.connectors.mooncake_v2.secret import ControlKeys
 from kvpp_connect.connectors.mooncake_v2.transfer_plan import (
     LocalCaches,
     SourceReads,
@@ -70,6 +71,7 @@ class Puller:
         control_timeout_s: float,
         failed_read_hold_s: float,
         stats: PullStats,
+        control_keys: ControlKeys | None = None,
     ) -> None:
         self._engine = engine
         self._caches = caches
@@ -77,6 +79,7 @@ class Puller:
         self._control_timeout_s = control_timeout_s
         self._failed_read_hold_s = failed_read_hold_s
         self._stats = stats
+        self._control_keys = control_keys
         self._peers: dict[tuple[str, int], _Peer] = {}
         self._results = _Results()
         self._closed = threading.Event()
@@ -85,7 +88,7 @@ class Puller:
         """Begin a pull; returns at once."""
         key = (pull.remote.host, pull.remote.port)
         if key not in self._peers:
-            self._peers[key] = _Peer(*key, self._control_timeout_s)
+            self._peers[key] = _Peer(*key, self._control_timeout_s, self._control_keys)
         self._peers[key].thread.submit(self._run, self._peers[key], pull)
 
     def take_results(self) -> list[PullResult]:
@@ -180,8 +183,8 @@ class Puller:
 class _Peer:
     """One producer: its control channel, its manifest, its threads."""
 
-    def __init__(self, host: str, port: int, timeout_s: float) -> None:
-        self._client = ControlClient(host, port, timeout_s)
+    def __init__(self, host: str, port: int, timeout_s: float, keys: ControlKeys | None) -> None:
+        self._client = ControlClient(host, port, timeout_s, keys)
         self._manifest: EngineManifest | None = None
         self._readers: ThreadPoolExecutor | None = None
         self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"kvpp-pull-{host}:{port}")

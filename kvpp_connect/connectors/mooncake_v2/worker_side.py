@@ -11,6 +11,7 @@ from kvpp_connect.connectors.mooncake_engine import MooncakeEngine
 from kvpp_connect.connectors.mooncake_v2 import registration
 from kvpp_connect.connectors.mooncake_v2.counters import PullStats
 from kvpp_connect.connectors.mooncake_v2.puller import Puller
+from kvpp_connect.connectors.mooncake_v2.secret import load_keys
 from kvpp_connect.layout import RankManifest
 from kvpp_connect.seam.groups import GroupInfo, gather_in_group, group_info
 from kvpp_connect.seam.runtime import active_placement
@@ -69,6 +70,7 @@ class WorkerSide:
             control_timeout_s=self._config.control_timeout_s,
             failed_read_hold_s=self._config.failed_read_hold_s,
             stats=self._stats,
+            control_keys=load_keys(self._config.control_secret_file),
         )
         logger.info(
             "MooncakeConnectorV2 worker pp%d/rank%d: %d of %d layers held, %d memory region(s), "

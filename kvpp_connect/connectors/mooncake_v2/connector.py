@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         KVCacheBlocks,
         KVCacheConfig,
         KVConnectorOutput,
+        KVTransferConfig,
         Request,
         SchedulerOutput,
         VllmConfig,
@@ -103,6 +104,17 @@ class MooncakeConnectorV2(KVConnectorBase_V1, SupportsHMA):
                 protocol=config.protocol or transfer_protocol(vllm_config),
                 shape=_block_shape(kv_cache_config),
             )
+
+    @classmethod
+    def check_settings(cls, vllm_config: "VllmConfig", transfer: "KVTransferConfig") -> None:
+        """Check the settings before anything is loaded.
+
+        Raises:
+            ConfigError: names the setting and what to change.
+        """
+        extra = transfer.kv_connector_extra_config
+        config = parse_extra_config(extra, str(transfer.kv_role))
+        replica_port(config, vllm_config.parallel_config.data_parallel_size - 1)
 
     # Scheduler side
 

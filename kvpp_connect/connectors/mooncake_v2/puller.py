@@ -89,6 +89,7 @@ class Puller:
         key = (pull.remote.host, pull.remote.port)
         if key not in self._peers:
             self._peers[key] = _Peer(*key, self._control_timeout_s, self._control_keys)
+        self._stats.submitted()
         self._peers[key].thread.submit(self._run, self._peers[key], pull)
 
     def take_results(self) -> list[PullResult]:

@@ -38,6 +38,7 @@ class SchedulerSide:
         self._consumer: Consumer | None = None
         self._releaser: LeaseReleaser | None = None
         self._quarantine = BlockQuarantine()
+        self._live_told = 0
         keys = load_keys(config.control_secret_file)
         if produces:
             self._producer = Producer(
@@ -142,9 +143,18 @@ class SchedulerSide:
         return True, self._producer.hand_over(request.request_id, prompt, block_ids)
 
     def take_counts(self) -> dict[str, int]:
-        """Lease counters since the last call, by metric name."""
-        counts = self._producer.take_counts() if self._producer else {}
-        return {f"leases_{name}": value for name, value in counts.items()}
+        """Counters since the last call, and gauges that changed, by metric name."""
+        counts: dict[str, int] = {}
+        for leases in (self._producer, self._releaser):
+            for name, value in leases.take_counts().items() if leases else ():
+                counts[f"leases_{name}"] = value
+        if self._producer is not None:
+            for cause, value in self._producer.take_bad_messages().items():
+                counts[f"bad_control_messages/{cause.value}"] = value
+            live = self._producer.live_leases()
+            if live != self._live_told:
+                counts["leases_live"] = self._live_told = live
+        return counts
 
     def close(self) -> None:
         """Stop threads and close ports."""

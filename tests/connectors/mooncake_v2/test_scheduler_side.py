@@ -1,4 +1,4 @@
-"""The scheduler sides of a prefill and a decode node, over a real control channel, without workers."""
+"""The scheduler sides of a prefill and a decode node over a real control channel; no workers."""
 
 import time
 from types import SimpleNamespace

@@ -1,10 +1,6 @@
-from contextlib import suppress
-
 import msgspec
 import pytest
 from builders import address, manifest, rank_manifest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvpp_connect.connectors.mooncake_v2 import wire
 from kvpp_connect.errors import PeerError
@@ -75,19 +71,3 @@ def test_a_manifest_that_contradicts_itself_is_malformed():
     frame = wire.encode(wire.GetManifest())[: len(wire.MAGIC) + 1] + msgspec.msgpack.encode(body)
     with pytest.raises(PeerError):
         wire.decode_answer(frame)
-
-
-@given(st.binary(max_size=300), st.booleans())
-def test_any_bytes_are_decoded_or_refused_and_nothing_else(body, prefixed):
-    frame = wire.encode(wire.GetManifest())[:5] + body if prefixed else body
-    for decode in (wire.decode_question, wire.decode_answer):
-        with suppress(PeerError):
-            decode(frame)
-
-
-@given(st.integers(0, 200), st.integers(0, 255))
-def test_one_flipped_byte_never_breaks_the_decoder(position, value):
-    frame = bytearray(wire.encode(wire.Release(LEASE)))
-    frame[position % len(frame)] = value
-    with suppress(PeerError):
-        wire.decode_question(bytes(frame))

@@ -5,7 +5,9 @@ from kvpp_connect.layout.manifest import (
     WIRE_SCHEMA,
     ComponentAddress,
     EngineManifest,
+    GroupManifest,
     RankManifest,
+    TokenShard,
     layout_digest,
 )
 from kvpp_connect.layout.model import CacheComponent, LayerBundle, StageLayers, stage_layers
@@ -34,6 +36,7 @@ __all__ = [
     "EngineManifest",
     "FullScratch",
     "GroupLayout",
+    "GroupManifest",
     "LayerBundle",
     "RankBudget",
     "RankManifest",
@@ -41,6 +44,7 @@ __all__ = [
     "RunningScratch",
     "ScratchSize",
     "StageLayers",
+    "TokenShard",
     "assign_owners",
     "capacity_ratio",
     "equal_counts",

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 from kvpp_connect.config import parse_positive_seconds, reject_unknown_keys
 from kvpp_connect.connectors.mooncake_engine import PROTOCOLS
+from kvpp_connect.connectors.mooncake_v2.routes import PullMode
 from kvpp_connect.errors import ConfigError
 
 
@@ -18,6 +19,8 @@ class MooncakeV2Config:
         control_port: port of a producer's control channel; 0: any free one. With data parallel
             replicas, replica ``i`` uses ``control_port + i``.
         protocol: transfer protocol of mooncake; empty: what the platform uses.
+        pull_mode: "shared": a decode node's ranks read each layer once from the prefill node, and
+            the rest from each other; "direct": each rank reads all that it needs from there.
         lease_s: seconds for which a producer keeps a finished request's blocks for its reader.
         control_timeout_s: seconds to wait for one answer on the control channel.
         failed_read_hold_s: seconds before blocks of a failed read are used again, since mooncake
@@ -27,6 +30,7 @@ class MooncakeV2Config:
     host: str = ""
     control_port: int = 0
     protocol: str = ""
+    pull_mode: PullMode = "shared"
     lease_s: float = 300.0
     control_timeout_s: float = 10.0
     failed_read_hold_s: float = 30.0
@@ -50,6 +54,11 @@ def parse_extra_config(extra: Mapping[str, Any]) -> MooncakeV2Config:
     if values.get("protocol") and values["protocol"] not in PROTOCOLS:
         raise ConfigError(
             f"{_WHERE}.protocol is {values['protocol']!r}; expected one of {', '.join(PROTOCOLS)}"
+        )
+    modes = get_args(PullMode)
+    if values.get("pull_mode", modes[0]) not in modes:
+        raise ConfigError(
+            f"{_WHERE}.pull_mode is {values['pull_mode']!r}; expected one of {', '.join(modes)}"
         )
     port = values.get("control_port", 0)
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:

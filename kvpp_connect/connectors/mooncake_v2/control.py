@@ -39,7 +39,7 @@ class ControlServer:
         if ":" in host:
             self._socket.setsockopt(zmq.IPV6, 1)
         try:
-            self._socket.bind(f"tcp://{_bracket(host)}:{port if port else '*'}")
+            self._socket.bind(f"tcp://{bracket(host)}:{port if port else '*'}")
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise ConfigError(
@@ -84,7 +84,7 @@ class ControlClient:
     """Asks one producer. Thread-safe; questions wait for each other."""
 
     def __init__(self, host: str, port: int, timeout_s: float) -> None:
-        self._address = f"tcp://{_bracket(host)}:{port}"
+        self._address = f"tcp://{bracket(host)}:{port}"
         self._timeout_ms = int(timeout_s * 1000)
         self._lock = threading.Lock()
         self._context = zmq.Context()
@@ -135,5 +135,5 @@ class ControlClient:
         self.close()
 
 
-def _bracket(host: str) -> str:
+def bracket(host: str) -> str:
     return f"[{host}]" if ":" in host else host

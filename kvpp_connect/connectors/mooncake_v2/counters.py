@@ -16,11 +16,14 @@ class PullStats:
         self._lock = threading.Lock()
         self._sums: defaultdict[str, float] = defaultdict(float)
 
-    def pulled(self, *, num_bytes: int, tokens: int, pieces: int, seconds: float) -> None:
-        """Count one successful pull."""
+    def pulled(
+        self, *, num_bytes: int, peer_bytes: int, tokens: int, pieces: int, seconds: float
+    ) -> None:
+        """Count one successful pull: bytes from the producer, and from ranks of this engine."""
         with self._lock:
             self._sums["pulls"] += 1
             self._sums["pull_bytes"] += num_bytes
+            self._sums["pull_peer_bytes"] += peer_bytes
             self._sums["pull_tokens"] += tokens if self._counts_tokens else 0
             self._sums["pull_pieces"] += pieces
             self._sums["pull_seconds"] += seconds

@@ -131,9 +131,11 @@ class PullRequest:
 class StepOrders:
     """What the scheduler side tells the workers in one step.
 
+    ``cancelled`` are requests whose pull nobody wants any more; it ends as a failure, or has ended.
     ``ended_leases`` are finished requests whose blocks the workers report as sent, which is how
     vLLM learns that it may free them.
     """
 
     pulls: tuple[PullRequest, ...] = ()
+    cancelled: frozenset[str] = field(default_factory=frozenset[str])
     ended_leases: frozenset[str] = field(default_factory=frozenset[str])

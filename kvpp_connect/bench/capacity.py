@@ -46,13 +46,20 @@ class PlannedRatio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCapacity:
-    """One server's own start-up line beside ``kvpp plan``."""
+    """One server's own start-up line beside ``kvpp plan``.
+
+    Attributes:
+        limit: as of ``PlannedRatio``.
+        plain_ratio, planned_ratio: tokens over those of plain vLLM, measured and planned.
+    """
 
     ranks: int
     variant: str
     served_tokens: int
     planned_tokens: int
     plain_ratio: float
+    planned_ratio: float
+    limit: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +144,8 @@ def measure_capacities(
                     served_tokens=served[variant],
                     planned_tokens=planned[variant],
                     plain_ratio=round(served[variant] / served["plain"], 4),
+                    planned_ratio=round(planned[variant] / planned["plain"], 4),
+                    limit=round(layers / -(-layers // ranks), 3),
                 )
                 for variant in _VARIANTS
             ]

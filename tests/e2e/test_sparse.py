@@ -15,7 +15,7 @@ from sparse_model import INDEX_DIM, INDEX_TOPK, PATTERN, write_sparse_checkpoint
 
 from kvpp_connect.demo.logs import kv_cache_size, read_log
 from kvpp_connect.errors import PeerError
-from kvpp_connect.layout import plan_group, running_scratch
+from kvpp_connect.layout import capacity_by_bytes, plan_group, running_scratch
 from kvpp_connect.layout.budget import fitting_blocks
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -151,6 +151,12 @@ def test_the_cache_holds_as_many_tokens_as_the_plan_says(clients, servers, spars
     assert kv_cache_size(log).tokens == blocks * BLOCK_TOKENS
     planned = forecast(sparse_model, mode, MEMORY, "--block-size", BLOCK_TOKENS)
     assert planned["tokens"] == blocks * BLOCK_TOKENS
+    plain = MEMORY // layout.stage.plain_page_bytes
+    formula = capacity_by_bytes([layout], layout.scratch.blocks(blocks) / blocks)
+    assert (
+        f"{blocks} blocks fit where plain vLLM has {plain} "
+        f"(x{blocks / plain:.2f}, formula x{formula:.2f})"
+    ) in log
     assert ("KvppAsyncScheduler" in log) is (mode == "compact")
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kvpp_connect.broadcast import meeting
+from kvpp_connect.broadcast import meeting, transports
 from kvpp_connect.broadcast.collective import TorchBroadcast
 from kvpp_connect.broadcast.shared_memory import CHUNK_BYTES, CHUNKS, SharedMemoryBroadcast
 from kvpp_connect.broadcast.transports import create_transport
@@ -233,6 +233,8 @@ def run_apart(pipe, wanted, rank, port, obstacle):
         meeting.machine_id = lambda: "elsewhere"
     if rank == 1 and obstacle == "network":
         unshare_network()
+    if obstacle == "processor":
+        transports.machine = lambda: "aarch64"
     try:
         transport, _ = connect(wanted, ((0, 1, 2),), timeout_s=5)
     except ConfigError as error:
@@ -243,8 +245,8 @@ def run_apart(pipe, wanted, rank, port, obstacle):
     dist.barrier()
 
 
-@pytest.mark.parametrize("obstacle", ["machine", "network"])
-def test_ranks_apart_all_take_the_collective(spawn, free_port, obstacle):
+@pytest.mark.parametrize("obstacle", ["machine", "network", "processor"])
+def test_ranks_that_cannot_share_memory_all_take_the_collective(spawn, free_port, obstacle):
     ranks = [spawn(run_apart, "auto", rank, free_port, obstacle) for rank in range(3)]
     assert [rank.get() for rank in ranks] == ["TorchBroadcast"] * 3
 

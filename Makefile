@@ -1,7 +1,7 @@
 MAKEFLAGS += --no-print-directory
 PYTEST := .venv/bin/python -m pytest
 
-.PHONY: help setup lint type test test-unit demo docs clean
+.PHONY: help setup lint type test test-unit soak demo docs clean
 .DEFAULT_GOAL := help
 
 help: ## print this list
@@ -26,6 +26,9 @@ test: setup test-unit ## run all tests: unit, then distributed, then real vLLM s
 
 test-unit: setup ## run the tests that start no other process
 	$(PYTEST) -m "not distributed and not e2e"
+
+soak: setup ## fuzz the control channel for longer than the tests do
+	$(PYTEST) tests/connectors/mooncake_v2/test_control_fuzz.py --hypothesis-profile=soak --timeout=1800
 
 demo: setup ## run real vLLM servers with KVPP and check their tokens
 	@.venv/bin/kvpp demo

@@ -1,6 +1,12 @@
 import socket
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# Two busy cores must not turn a property into a timed test.
+settings.register_profile("kvpp", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("soak", settings.get_profile("kvpp"), max_examples=10_000)
+settings.load_profile("kvpp")
 
 
 @pytest.fixture

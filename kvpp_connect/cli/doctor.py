@@ -143,7 +143,7 @@ def _parse_connector(transfer: Mapping[str, Any]) -> None:
     """
     from kvpp_connect.connectors.mooncake_v2.config import parse_extra_config
 
-    parsers: dict[str, Callable[[Mapping[str, Any]], object]] = {
+    parsers: dict[str, Callable[[Mapping[str, Any], str], object]] = {
         "MooncakeConnectorV2": parse_extra_config,
     }
     name = transfer.get("kv_connector")
@@ -153,7 +153,7 @@ def _parse_connector(transfer: Mapping[str, Any]) -> None:
     if not isinstance(extra, Mapping):
         raise ConfigError(f"kv_connector_extra_config of {name} is no object")
     if name in parsers:
-        parsers[name](extra)
+        parsers[name](extra, str(transfer.get("kv_role") or "kv_both"))
 
 
 def _deployment(
@@ -190,7 +190,7 @@ def _network(
     if transfer:
         yield probes.own_address(host)
     if produces and isinstance(control_port, int) and 0 < control_port < 65536:
-        yield probes.port("control port", host, control_port)
+        yield probes.port("control port", str(extra.get("bind_host") or host), control_port)
     for number in ports:
         yield probes.port("port", host, number)
     if master:
@@ -203,7 +203,10 @@ def _network(
         )
     if producer:
         address = _address(producer)
-        yield probes.producer(*address) if address else _no_address("producer", producer)
+        secret_file = str(extra.get("control_secret_file") or "")
+        yield (
+            probes.producer(*address, secret_file) if address else _no_address("producer", producer)
+        )
 
 
 def _address(text: str) -> tuple[str, int] | None:

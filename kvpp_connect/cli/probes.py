@@ -206,10 +206,11 @@ def reachable(topic: str, host: str, number: int, way_out: str) -> Finding:
     return Finding(topic=topic, state="ok", said=f"{host}:{number} accepts connections")
 
 
-def producer(host: str, number: int) -> Finding:
+def producer(host: str, number: int, secret_file: str) -> Finding:
     """Ask a prefill node's control port for its manifest, as a decode node does."""
     from kvpp_connect.connectors.mooncake_v2 import wire
     from kvpp_connect.connectors.mooncake_v2.control import ControlClient
+    from kvpp_connect.connectors.mooncake_v2.secret import load_keys
 
     topic = "producer"
     way_out = (
@@ -220,7 +221,7 @@ def producer(host: str, number: int) -> Finding:
     if found.state == "fail":
         return found
     try:
-        with ControlClient(host, number, _CONNECT_S) as client:
+        with ControlClient(host, number, _CONNECT_S, load_keys(secret_file)) as client:
             answer = client.ask(wire.GetManifest())
     except KvppError as error:
         return Finding(topic=topic, state="fail", said=str(error), way_out=way_out)

@@ -25,6 +25,7 @@ from kvpp_connect.platforms.base import PLATFORMS
 
 if TYPE_CHECKING:
     # Types for the connectors, re-exported.
+    from vllm.config import KVTransferConfig as KVTransferConfig
     from vllm.config import VllmConfig as VllmConfig
     from vllm.forward_context import ForwardContext as ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata as AttentionMetadata

@@ -2,7 +2,7 @@
 
 vLLM has no hook that shows a plugin the configuration. The platform's ``check_and_update_config``
 is the first function that sees ``additional_config`` while ``worker_cls`` is still open, so it is
-wrapped. With KVPP off the wrapper reads one key and changes nothing.
+wrapped. With KVPP off the wrapper reads settings, refuses wrong ones, and changes nothing.
 """
 
 import functools
@@ -15,7 +15,9 @@ from kvpp_connect.platforms.base import select_platform
 from kvpp_connect.seam import ledger, settings
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from collections.abc import Iterator
+
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.platforms import Platform
 
 logger = get_logger(__name__)
@@ -34,6 +36,7 @@ def install_config_hook() -> None:
     @functools.wraps(original.__func__)
     def check_and_update_config(cls: "type[Platform]", vllm_config: "VllmConfig") -> None:
         config = parse_additional_config(vllm_config.additional_config)
+        check_connectors(vllm_config)
         chosen = vllm_config.parallel_config.worker_cls
         original.__func__(cls, vllm_config)
         if config.enabled:
@@ -41,6 +44,42 @@ def install_config_hook() -> None:
 
     setattr(check_and_update_config, _MARK, True)
     platform_class.check_and_update_config = classmethod(check_and_update_config)
+
+
+def check_connectors(vllm_config: "VllmConfig") -> None:
+    """Let our connectors check their settings now instead of after the model was loaded.
+
+    What is wrong with a connector as such is left to vLLM, which refuses it a moment later.
+
+    Raises:
+        ConfigError: a setting of one of our connectors cannot work.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    for transfer in _transfers(vllm_config):
+        try:
+            connector: Any = KVConnectorFactory.get_connector_class(transfer)
+        except (ValueError, ImportError, AttributeError):
+            continue
+        if connector.__module__.startswith("kvpp_connect."):
+            connector.check_settings(vllm_config, transfer)
+
+
+def _transfers(vllm_config: "VllmConfig") -> "Iterator[KVTransferConfig]":
+    """The configured connector, or those inside a ``MultiConnector``."""
+    from vllm.config import KVTransferConfig
+
+    transfer = vllm_config.kv_transfer_config
+    if transfer is None or transfer.kv_connector is None:
+        return
+    if transfer.kv_connector != "MultiConnector":
+        yield transfer
+        return
+    for child in transfer.kv_connector_extra_config.get("connectors", ()):
+        try:
+            yield KVTransferConfig(**child)
+        except (TypeError, ValueError):
+            continue
 
 
 def enable(vllm_config: "VllmConfig", config: KvppConfig, chosen_worker: str) -> None:

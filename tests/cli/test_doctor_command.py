@@ -10,6 +10,7 @@ from planning_tools import MLA, write_config
 from kvpp_connect.cli import probes
 from kvpp_connect.connectors.mooncake_v2 import wire
 from kvpp_connect.connectors.mooncake_v2.control import ControlServer
+from kvpp_connect.connectors.mooncake_v2.secret import load_keys
 from kvpp_connect.seam import checks
 
 CONNECTOR = {"kv_connector": "MooncakeConnectorV2", "kv_role": "kv_producer"}
@@ -160,8 +161,11 @@ def test_a_producers_control_port_must_be_free_on_its_host(doctor):
     assert port[0] == "control port"
     assert "192.0.2.1:7000 cannot be used" in port[1]
     assert "no address of this machine" in port[2]
+    bound = {**extra, "bind_host": "127.0.0.1"}
+    config = json.dumps({**CONNECTOR, "kv_connector_extra_config": bound})
+    assert [topic for topic, _, _ in findings(doctor("--kv-transfer-config", config))] == ["host"]
     consumer = json.dumps({**json.loads(config), "kv_role": "kv_consumer"})
-    assert [topic for topic, _, _ in findings(doctor("--kv-transfer-config", consumer))] == ["host"]
+    assert "no meaning" in findings(doctor("--kv-transfer-config", consumer))[0][1]
 
 
 def test_a_prefill_node_is_asked_for_its_manifest(doctor):
@@ -174,6 +178,22 @@ def test_a_prefill_node_is_asked_for_its_manifest(doctor):
     assert done.code == 0
     (found,) = [f for f in done.document["findings"] if f["topic"] == "producer"]
     assert found["said"].endswith("is engine prefill: 2 ranks, 7 blocks of 16 tokens")
+
+
+def test_a_prefill_node_with_a_secret_is_asked_with_it(doctor, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("a secret of enough bytes")
+    known = wire.ManifestAnswer(manifest(rank_manifest(0)))
+    server = ControlServer("127.0.0.1", 0, lambda _: known, keys=load_keys(str(secret)))
+    extra = {"control_secret_file": str(secret)}
+    config = json.dumps({**CONNECTOR, "kv_connector_extra_config": extra})
+    ask = ("--producer", f"127.0.0.1:{server.port}")
+    try:
+        assert findings(doctor(*ask, "--kv-transfer-config", config)) == []
+        (found,) = findings(doctor(*ask))
+    finally:
+        server.close()
+    assert "control_secret_file" in found[1]
 
 
 def test_a_prefill_node_that_is_not_ready_says_why(doctor):

@@ -15,12 +15,14 @@ LEASE_S = 20
 
 
 def kv(role, **extra):
+    if role != "kv_producer":
+        extra = {"control_timeout_s": 2, "failed_read_hold_s": 1, **extra}
     return {
         "kv_connector": "MooncakeConnectorV2",
         "kv_connector_module_path": "kvpp_connect.connectors",
         "kv_role": role,
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"control_timeout_s": 2, "failed_read_hold_s": 1, **extra},
+        "kv_connector_extra_config": extra,
     }
 
 

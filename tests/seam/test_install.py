@@ -64,3 +64,56 @@ def test_a_bad_switch_is_refused_by_name_before_anything_starts():
         except ConfigError as error:
             print("enable_kvpp" in str(error) and "'yes'" in str(error))
     """)[-1:] == ["True"]
+
+
+OURS = """
+    from vllm.config import KVTransferConfig, VllmConfig
+    from kvpp_connect.plugin import register
+    from kvpp_connect.errors import ConfigError
+    register()
+
+    def said(**transfer):
+        try:
+            VllmConfig(kv_transfer_config=KVTransferConfig(**transfer))
+        except ConfigError as error:
+            return str(error)
+        except Exception as error:
+            return "vLLM: " + str(error)
+        return "accepted"
+
+    ours = {"kv_connector": "MooncakeConnectorV2", "kv_role": "kv_producer"}
+    wrong = {"kv_connector_extra_config": {"lease": 5}}
+"""
+
+
+def test_wrong_settings_of_our_connectors_are_refused_with_the_configuration():
+    assert (
+        run(
+            textwrap.dedent(OURS)
+            + textwrap.dedent("""
+        named = {"kv_connector_module_path": "kvpp_connect.connectors"}
+        multi = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+        inside = {"kv_connector_extra_config": {"connectors": [ours | wrong]}}
+        print(*("'lease_s'" in text for text in (
+            said(**ours, **wrong), said(**ours, **named, **wrong), said(**multi, **inside),
+        )))
+        port = {"kv_connector_extra_config": {"control_port": 7000}}
+        print("no meaning" in said(**(ours | {"kv_role": "kv_consumer"}), **port))
+    """)
+        )[-4:]
+        == ["True"] * 4
+    )
+
+
+def test_right_settings_and_other_connectors_are_left_alone():
+    assert run(
+        textwrap.dedent(OURS)
+        + textwrap.dedent("""
+        print(said(**ours))
+        right = {"kv_connector_extra_config": {"lease_s": 5}}
+        print(said(**ours, **right))
+        other = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+        print("lease" in said(**other, **wrong))
+        print("nowhere" in said(**ours, kv_connector_module_path="nowhere.at_all"))
+    """)
+    )[-4:] == ["accepted", "accepted", "False", "True"]

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvpp_connect.connectors.mooncake_v2.config import MooncakeV2Config, parse_extra_config
+from kvpp_connect.connectors.mooncake_v2.config import parse_extra_config, replica_port
 from kvpp_connect.connectors.mooncake_v2.metadata import StepOrders
 from kvpp_connect.connectors.mooncake_v2.registration import BlockShape
 from kvpp_connect.connectors.mooncake_v2.scheduler_side import SchedulerSide
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         KVCacheBlocks,
         KVCacheConfig,
         KVConnectorOutput,
+        KVTransferConfig,
         Request,
         SchedulerOutput,
         VllmConfig,
@@ -84,7 +85,7 @@ class MooncakeConnectorV2(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
-        config = parse_extra_config(transfer.kv_connector_extra_config)
+        config = parse_extra_config(transfer.kv_connector_extra_config, str(transfer.kv_role))
         host = config.host or get_ip()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
@@ -92,7 +93,7 @@ class MooncakeConnectorV2(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = SchedulerSide(
                 config=config,
                 host=host,
-                port=_control_port(config, vllm_config),
+                port=replica_port(config, vllm_config.parallel_config.data_parallel_index),
                 engine_id=str(transfer.engine_id),
                 produces=transfer.is_kv_producer,
                 consumes=transfer.is_kv_consumer,
@@ -105,11 +106,26 @@ class MooncakeConnectorV2(KVConnectorBase_V1, SupportsHMA):
                 shape=_block_shape(kv_cache_config, vllm_config),
             )
 
+    @classmethod
+    def check_settings(cls, vllm_config: "VllmConfig", transfer: "KVTransferConfig") -> None:
+        """Check the settings before anything is loaded.
+
+        Raises:
+            ConfigError: names the setting and what to change.
+        """
+        extra = transfer.kv_connector_extra_config
+        config = parse_extra_config(extra, str(transfer.kv_role))
+        replica_port(config, vllm_config.parallel_config.data_parallel_size - 1)
+
     # Scheduler side
 
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
         assert self._scheduler is not None
         self._scheduler.bind_pool(PoolPins(gpu_block_pool))
+
+    def on_new_request(self, request: "Request") -> None:
+        assert self._scheduler is not None
+        self._scheduler.arrived(request)
 
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
@@ -231,12 +247,6 @@ class MooncakeConnectorV2(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.close()
         if self._worker is not None:
             self._worker.close()
-
-
-def _control_port(config: MooncakeV2Config, vllm_config: "VllmConfig") -> int:
-    if config.control_port == 0:
-        return 0
-    return config.control_port + vllm_config.parallel_config.data_parallel_index
 
 
 def _block_shape(kv_cache_config: "KVCacheConfig", vllm_config: "VllmConfig") -> BlockShape:

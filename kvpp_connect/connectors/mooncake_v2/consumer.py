@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 from kvpp_connect._log import get_logger
 from kvpp_connect.connectors.mooncake_v2.metadata import (
@@ -14,10 +14,21 @@ from kvpp_connect.connectors.mooncake_v2.metadata import (
     prompt_digest,
 )
 from kvpp_connect.connectors.mooncake_v2.quarantine import BlockQuarantine
-from kvpp_connect.connectors.mooncake_v2.releases import LeaseReleaser
 from kvpp_connect.errors import PeerError
 
 logger = get_logger(__name__)
+
+
+class Leases(Protocol):
+    """The producers' leases, as far as this node looks after them. Both return at once."""
+
+    def keep(self, remote: RemotePrefill) -> None:
+        """Renew a lease until it is released."""
+        ...
+
+    def release(self, remote: RemotePrefill, delay_s: float = 0.0) -> None:
+        """Give a lease back, after a delay for which it is still renewed."""
+        ...
 
 
 class Stage(Enum):
@@ -44,11 +55,17 @@ class _State:
 class Consumer:
     """One entry per request that arrived with a hand-over, until it is finished and settled."""
 
-    def __init__(self, releaser: LeaseReleaser, quarantine: BlockQuarantine) -> None:
+    def __init__(self, releaser: Leases, quarantine: BlockQuarantine) -> None:
         self._releaser = releaser
         self._quarantine = quarantine
         self._states: dict[str, _State] = {}
         self._new_pulls: list[PullRequest] = []
+        self._new_cancels: set[str] = set()
+
+    def arrived(self, request_id: str, params: Mapping[str, Any], prompt: Sequence[int]) -> None:
+        """A request with a hand-over was queued: keep its lease, however long it waits."""
+        if request_id not in self._states:
+            self._open(request_id, params, prompt)
 
     def offered_tokens(
         self,
@@ -92,6 +109,11 @@ class Consumer:
         pulls, self._new_pulls = tuple(self._new_pulls), []
         return pulls
 
+    def take_cancelled(self) -> frozenset[str]:
+        """Requests that ended while workers pull them, each once."""
+        cancelled, self._new_cancels = frozenset(self._new_cancels), set()
+        return cancelled
+
     def still_written(self, seconds: Mapping[str, float]) -> None:
         """Reads of these requests were given up and repeated; they may write for that long.
 
@@ -110,6 +132,7 @@ class Consumer:
             if state is None or state.stage is not Stage.PULLING:
                 continue
             self._settle(state)
+            self._new_cancels.discard(request_id)
             if state.finished:
                 del self._states[request_id]
 
@@ -118,7 +141,9 @@ class Consumer:
         state = self._states.get(request_id) or self._open(request_id, params, prompt)
         if state.stage is Stage.PULLING:
             # Workers still write its blocks; ``received`` settles it.
-            state.finished = True
+            if not state.finished:
+                state.finished = True
+                self._new_cancels.add(request_id)
             return
         self._settle(state)
         del self._states[request_id]
@@ -141,6 +166,8 @@ class Consumer:
                     remote.engine_id,
                 )
                 self._settle(state)
+            else:
+                self._releaser.keep(remote)
         self._states[request_id] = state
         return state
 

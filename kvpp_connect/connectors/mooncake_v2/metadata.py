@@ -8,7 +8,7 @@ import hashlib
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -22,11 +22,12 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True):
     """What the convention has no key for.
 
     ``prompt_digest`` lets the decode node notice that its prompt is another one, which would make
-    every pulled byte wrong.
+    every pulled byte wrong. ``lease_s`` is the time within which it must renew the lease.
     """
 
     incarnation: str
     generation: int
+    lease_s: Annotated[float, msgspec.Meta(gt=0, lt=1e9)]
     prompt_tokens: int
     prompt_digest: str
 
@@ -48,6 +49,7 @@ class RemotePrefill:
     host: str
     port: int
     lease: LeaseRef
+    lease_s: float
     block_ids: tuple[int, ...]
     prompt_tokens: int
     prompt_digest: str
@@ -64,6 +66,7 @@ def handover_params(
     host: str,
     port: int,
     lease: LeaseRef,
+    lease_s: float,
     block_ids: Sequence[int],
     prompt: Sequence[int],
 ) -> dict[str, Any]:
@@ -80,6 +83,7 @@ def handover_params(
             Handover(
                 incarnation=lease.incarnation,
                 generation=lease.generation,
+                lease_s=lease_s,
                 prompt_tokens=len(prompt),
                 prompt_digest=prompt_digest(prompt),
             )
@@ -107,6 +111,7 @@ def parse_remote_prefill(params: Mapping[str, Any]) -> RemotePrefill:
             request_id=remote.remote_request_id,
             generation=ours.generation,
         ),
+        lease_s=ours.lease_s,
         block_ids=tuple(remote.remote_block_ids),
         prompt_tokens=ours.prompt_tokens,
         prompt_digest=ours.prompt_digest,

@@ -13,17 +13,24 @@ from dataclasses import dataclass, field
 
 from kvpp_connect._log import get_logger
 from kvpp_connect.connectors.mooncake_engine import TransferEngine
-from kvpp_connect.connectors.mooncake_v2.control import ControlClient
-from kvpp_connect.connectors.mooncake_v2.counters import PullStats
+from kvpp_connect.connectors.mooncake_v2.control import ControlClient, UnreachableError
+from kvpp_connect.connectors.mooncake_v2.counters import FailureCause, PullStats
 from kvpp_connect.connectors.mooncake_v2.exchange import ShareExchange, ShareKey
 from kvpp_connect.connectors.mooncake_v2.metadata import PullRequest
-from kvpp_connect.connectors.mooncake_v2.producers import ProducerLink
+from kvpp_connect.connectors.mooncake_v2.peers import PeerPool
+from kvpp_connect.connectors.mooncake_v2.producers import (
+    IncompatibleError,
+    LeaseLostError,
+    ProducerLink,
+    ProducerRestartedError,
+)
 from kvpp_connect.connectors.mooncake_v2.reading import (
     ReadCancelledError,
     Reader,
     ReadFailedError,
 )
 from kvpp_connect.connectors.mooncake_v2.routes import PullMode, Route
+from kvpp_connect.connectors.mooncake_v2.secret import ControlKeys
 from kvpp_connect.connectors.mooncake_v2.transfer_plan import (
     SourceReads,
     TokenRange,
@@ -34,10 +41,25 @@ from kvpp_connect.layout import GroupManifest
 
 logger = get_logger(__name__)
 
-_PULLS_AT_ONCE = 2
 _GATHERS_AT_ONCE = 4
 # Peers answer well or badly within their own limits; only a dead one lets this pass.
 _SHARE_LIMIT_S = 300.0
+_CLOSE_S = 2.0
+
+
+class ShareLostError(PeerError):
+    """Another rank of this engine did not get what it was to read for all; it says why."""
+
+
+_CAUSES: dict[type[Exception], FailureCause] = {
+    UnreachableError: FailureCause.UNREACHABLE,
+    LeaseLostError: FailureCause.LEASE_LOST,
+    ProducerRestartedError: FailureCause.RESTARTED,
+    IncompatibleError: FailureCause.LAYOUT,
+    ReadFailedError: FailureCause.READ,
+    ReadCancelledError: FailureCause.CANCELLED,
+    ShareLostError: FailureCause.SHARE,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +68,7 @@ class PullOptions:
 
     mode: PullMode = "shared"
     control_timeout_s: float = 10.0
+    control_keys: ControlKeys | None = None
     failed_read_hold_s: float = 30.0
 
 
@@ -112,7 +135,7 @@ class Puller:
         self._exchange = exchange
         self._options = options
         self._stats = stats
-        self._producers: dict[tuple[str, int], _Producer] = {}
+        self._producers = PeerPool(self._open, name="kvpp-pull")
         self._peers = Reader(engine, "peers", options.failed_read_hold_s)
         self._gathers = ThreadPoolExecutor(_GATHERS_AT_ONCE, thread_name_prefix="kvpp-gather")
         self._books = _Books()
@@ -123,8 +146,10 @@ class Puller:
         key = ShareKey(order.request_id, lease.incarnation, lease.generation)
         with self._books.lock:
             self._books.running[order.request_id] = key
-        producer = self._producer(order.remote.host, order.remote.port)
-        producer.threads.submit(self._run, producer, _Pull(order, key, time.monotonic()))
+        self._stats.submitted()
+        pull = _Pull(order, key, time.monotonic())
+        address = (order.remote.host, order.remote.port)
+        self._producers.submit(address, lambda producer: self._run(producer, pull))
 
     def cancel(self, request_ids: frozenset[str]) -> None:
         """End pulls early that nobody wants any more; they are reported as failed."""
@@ -149,20 +174,16 @@ class Puller:
 
     def close(self) -> None:
         """Drop what has not begun. A read under way ends by itself."""
-        for producer in self._producers.values():
-            producer.close()
+        self._producers.close(finish_queued=False, timeout_s=_CLOSE_S)
         self._gathers.shutdown(wait=False, cancel_futures=True)
         self._peers.close()
 
-    def _producer(self, host: str, port: int) -> "_Producer":
-        found = self._producers.get((host, port))
-        if found is None:
-            client = ControlClient(host, port, self._options.control_timeout_s)
-            link = ProducerLink(client, self._group, self._me.rank_in_group, self._options.mode)
-            name = f"{host}:{port}"
-            reader = Reader(self._engine, name, self._options.failed_read_hold_s)
-            found = self._producers[host, port] = _Producer(link, reader, name)
-        return found
+    def _open(self, host: str, port: int) -> "_Producer":
+        options = self._options
+        client = ControlClient(host, port, options.control_timeout_s, options.control_keys)
+        link = ProducerLink(client, self._group, self._me.rank_in_group, options.mode)
+        reader = Reader(self._engine, f"{host}:{port}", options.failed_read_hold_s)
+        return _Producer(link, reader)
 
     def _run(self, producer: "_Producer", pull: _Pull) -> None:
         """Read this rank's part from the producer, then wait for what others read."""
@@ -212,7 +233,7 @@ class Puller:
         if not self._is_wanted(pull):
             raise ReadCancelledError("cancelled")
         if lost:
-            raise PeerError(f"rank {min(lost)} of this engine could not read its share")
+            raise ShareLostError(f"rank {min(lost)} of this engine could not read its share")
         assert pull.route is not None
         reads = plan_reads(
             [fetch for fetches in pull.route.from_peers.values() for fetch in fetches],
@@ -263,7 +284,7 @@ class Puller:
         until = pull.written_until
         if not expected or isinstance(error, ReadFailedError):
             until = max(until, time.monotonic() + self._options.failed_read_hold_s)
-        self._stats.failed()
+        self._stats.failed(_CAUSES.get(type(error), FailureCause.OTHER))
         self._finish(pull, succeeded=False, written_until=until)
 
     def _finish(self, pull: _Pull, *, succeeded: bool, written_until: float) -> None:
@@ -284,15 +305,14 @@ def _tokens(order: PullRequest, remote_block_ids: tuple[int, ...]) -> TokenRange
     )
 
 
+@dataclass(frozen=True, slots=True)
 class _Producer:
-    """One producer: its link and the threads that serve its pulls."""
+    """One producer: its link, and the threads that read from its ranks."""
 
-    def __init__(self, link: ProducerLink, reader: Reader, name: str) -> None:
-        self.link = link
-        self.reader = reader
-        self.threads = ThreadPoolExecutor(_PULLS_AT_ONCE, thread_name_prefix=f"kvpp-pull-{name}")
+    link: ProducerLink
+    reader: Reader
 
     def close(self) -> None:
-        """Stop taking work."""
-        self.threads.shutdown(wait=False, cancel_futures=True)
+        """Close the connection. A read under way ends by itself."""
         self.reader.close()
+        self.link.close()

@@ -9,6 +9,7 @@ from kvpp_connect.connectors.mooncake_v2.metadata import StepOrders
 from kvpp_connect.connectors.mooncake_v2.producer import Producer
 from kvpp_connect.connectors.mooncake_v2.quarantine import BlockPins, BlockQuarantine
 from kvpp_connect.connectors.mooncake_v2.releases import LeaseReleaser
+from kvpp_connect.connectors.mooncake_v2.secret import load_keys
 from kvpp_connect.errors import LayoutError
 from kvpp_connect.layout import GroupManifest
 from kvpp_connect.seam.api import RequestStatus
@@ -37,12 +38,21 @@ class SchedulerSide:
         self._consumer: Consumer | None = None
         self._releaser: LeaseReleaser | None = None
         self._quarantine = BlockQuarantine()
+        self._live_told = 0
+        keys = load_keys(config.control_secret_file)
         if produces:
             self._producer = Producer(
-                engine_id=engine_id, host=host, port=port, lease_s=config.lease_s
+                engine_id=engine_id,
+                host=host,
+                bind_host=config.bind_host,
+                port=port,
+                lease_s=config.lease_s,
+                max_lease_s=config.max_lease_s,
+                keys=keys,
+                questions_per_s=config.max_questions_per_s,
             )
         if consumes:
-            self._releaser = LeaseReleaser(config.control_timeout_s)
+            self._releaser = LeaseReleaser(config.control_timeout_s, keys)
             self._consumer = Consumer(self._releaser, self._quarantine)
 
     def bind_pool(self, pins: BlockPins) -> None:
@@ -70,6 +80,12 @@ class SchedulerSide:
             )
         )
 
+    def arrived(self, request: "Request") -> None:
+        """A request was queued; it may wait for long before anything else is asked about it."""
+        offer = _offer(request)
+        if self._consumer is not None and offer is not None:
+            self._consumer.arrived(request.request_id, *offer)
+
     def matched_tokens(self, request: "Request", computed_tokens: int) -> tuple[int, bool]:
         """Tokens that can be pulled beyond the computed ones, and whether in the background."""
         offer = _offer(request)
@@ -93,6 +109,7 @@ class SchedulerSide:
         return StepOrders(
             pulls=self._consumer.take_pulls() if self._consumer else (),
             ended_leases=self._producer.take_ended() if self._producer else frozenset(),
+            cancelled=self._consumer.take_cancelled() if self._consumer else frozenset(),
         )
 
     def received(self, request_ids: Iterable[str], still_written: Mapping[str, float]) -> None:
@@ -127,9 +144,18 @@ class SchedulerSide:
         return True, self._producer.hand_over(request.request_id, prompt, block_ids)
 
     def take_counts(self) -> dict[str, int]:
-        """Lease counters since the last call, by metric name."""
-        counts = self._producer.take_counts() if self._producer else {}
-        return {f"leases_{name}": value for name, value in counts.items()}
+        """Counters since the last call, and gauges that changed, by metric name."""
+        counts: dict[str, int] = {}
+        for leases in (self._producer, self._releaser):
+            for name, value in leases.take_counts().items() if leases else ():
+                counts[f"leases_{name}"] = value
+        if self._producer is not None:
+            for cause, value in self._producer.take_bad_messages().items():
+                counts[f"bad_control_messages/{cause.value}"] = value
+            live = self._producer.live_leases()
+            if live != self._live_told:
+                counts["leases_live"] = self._live_told = live
+        return counts
 
     def close(self) -> None:
         """Stop threads and close ports."""

@@ -4,15 +4,17 @@ Each message is one ZeroMQ frame: a 4-byte magic, a version byte, then a msgpack
 asks, the producer answers; every question has exactly one answer.
 
     GetManifest -> ManifestAnswer     where the producer's caches lie
+    Renew       -> RenewAnswer        the reader still wants these leases
     Confirm     -> LeaseAnswer        does the lease still hold? asked after the read
     Release     -> LeaseAnswer        the reader is done, or will not read; idempotent
+    anything    -> BusyAnswer         too many questions from this peer: ask again later
     anything    -> ErrorAnswer        the question could not be answered; says why
 
-Versions: 1, the first.
+Versions: 1, the first. 2, Renew and BusyAnswer; a hand-over names the length of its lease.
 """
 
 from enum import Enum
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -22,8 +24,9 @@ from kvpp_connect.layout import EngineManifest
 _T = TypeVar("_T")
 
 MAGIC = b"KVPP"
-VERSION = 1
+VERSION = 2
 MAX_QUESTION_BYTES = 64 * 1024
+MAX_RENEWALS = 1024
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 
 
@@ -48,8 +51,33 @@ class LeaseRef(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
 
 
+class BadMessage(Enum):
+    """Why a producer did not take a message up."""
+
+    MALFORMED = "malformed"
+    OVERSIZED = "oversized"
+    VERSION = "version"
+    UNAUTHENTICATED = "unauthenticated"
+    OVER_LIMIT = "over_limit"
+
+
+class BadMessageError(PeerError):
+    """A frame that is no message of this channel."""
+
+    def __init__(self, cause: BadMessage, text: str) -> None:
+        super().__init__(text)
+        self.cause = cause
+
+
 class GetManifest(msgspec.Struct, frozen=True, tag=True):
     """Ask for the producer's manifest."""
+
+
+class Renew(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """Keep leases of one incarnation; an incarnation numbers them uniquely."""
+
+    incarnation: str
+    generations: Annotated[tuple[int, ...], msgspec.Meta(max_length=MAX_RENEWALS)]
 
 
 class Confirm(msgspec.Struct, frozen=True, tag=True):
@@ -76,14 +104,26 @@ class LeaseAnswer(msgspec.Struct, frozen=True, tag=True):
     state: LeaseState
 
 
+class RenewAnswer(msgspec.Struct, frozen=True, tag=True):
+    """States of the leases after the renewal, in the question's order."""
+
+    states: tuple[LeaseState, ...]
+
+
+class BusyAnswer(msgspec.Struct, frozen=True, tag=True):
+    """The peer asks too much: nothing was done."""
+
+    questions_per_s: float
+
+
 class ErrorAnswer(msgspec.Struct, frozen=True, tag=True):
     """Why a question was not answered."""
 
     reason: str
 
 
-Question = GetManifest | Confirm | Release
-Answer = ManifestAnswer | LeaseAnswer | ErrorAnswer
+Question = GetManifest | Renew | Confirm | Release
+Answer = ManifestAnswer | RenewAnswer | LeaseAnswer | BusyAnswer | ErrorAnswer
 
 _questions = msgspec.msgpack.Decoder(Question)
 _answers = msgspec.msgpack.Decoder(Answer)
@@ -98,7 +138,7 @@ def decode_question(frame: bytes) -> Question:
     """Decode what a reader sent.
 
     Raises:
-        PeerError: not our protocol, another version, too large, or malformed.
+        BadMessageError: not our protocol, another version, too large, or malformed.
     """
     return _decode(frame, _questions, MAX_QUESTION_BYTES)
 
@@ -107,23 +147,29 @@ def decode_answer(frame: bytes) -> Answer:
     """Decode what a producer answered.
 
     Raises:
-        PeerError: not our protocol, another version, too large, or malformed.
+        BadMessageError: not our protocol, another version, too large, or malformed.
     """
     return _decode(frame, _answers, MAX_ANSWER_BYTES)
 
 
 def _decode(frame: bytes, decoder: msgspec.msgpack.Decoder[_T], limit_bytes: int) -> _T:
     if len(frame) > limit_bytes:
-        raise PeerError(f"message of {len(frame)} bytes, at most {limit_bytes} are allowed")
+        raise BadMessageError(
+            BadMessage.OVERSIZED,
+            f"message of {len(frame)} bytes, at most {limit_bytes} are allowed",
+        )
     if frame[: len(MAGIC)] != MAGIC or len(frame) <= len(MAGIC):
-        raise PeerError("message is not of the kvpp-connect control channel")
+        raise BadMessageError(
+            BadMessage.MALFORMED, "message is not of the kvpp-connect control channel"
+        )
     version = frame[len(MAGIC)]
     if version != VERSION:
-        raise PeerError(
+        raise BadMessageError(
+            BadMessage.VERSION,
             f"control channel version {version}, this side speaks version {VERSION}; run the same "
-            "kvpp-connect on prefill and decode nodes"
+            "kvpp-connect on prefill and decode nodes",
         )
     try:
         return decoder.decode(frame[len(MAGIC) + 1 :])
     except (msgspec.DecodeError, msgspec.ValidationError, LayoutError) as error:
-        raise PeerError(f"malformed message: {error}") from error
+        raise BadMessageError(BadMessage.MALFORMED, f"malformed message: {error}") from error

@@ -12,6 +12,7 @@ from kvpp_connect.connectors.mooncake_v2 import registration
 from kvpp_connect.connectors.mooncake_v2.counters import PullStats
 from kvpp_connect.connectors.mooncake_v2.exchange import ExchangeAddress, ShareExchange
 from kvpp_connect.connectors.mooncake_v2.puller import Puller, PullOptions
+from kvpp_connect.connectors.mooncake_v2.secret import load_keys
 from kvpp_connect.layout import GroupManifest, RankManifest, TokenShard
 from kvpp_connect.seam.groups import gather_in_group, group_info, token_shard
 from kvpp_connect.seam.runtime import active_placement
@@ -86,6 +87,7 @@ class WorkerSide:
             options=PullOptions(
                 mode=self._config.pull_mode,
                 control_timeout_s=self._config.control_timeout_s,
+                control_keys=load_keys(self._config.control_secret_file),
                 failed_read_hold_s=self._config.failed_read_hold_s,
             ),
             stats=self._stats,

@@ -18,6 +18,10 @@ class NotingReleaser:
     def __init__(self):
         self.released = []
         self.delays_s = []
+        self.kept = []
+
+    def keep(self, remote):
+        self.kept.append(remote.lease.request_id)
 
     def release(self, remote, delay_s=0.0):
         self.released.append(remote.lease.request_id)
@@ -60,7 +64,13 @@ def consumer(releaser, quarantine):
 def params(prompt=PROMPT, request_id="remote-1"):
     lease = LeaseRef(incarnation="i", request_id=request_id, generation=1)
     return handover_params(
-        engine_id="e", host="h", port=1, lease=lease, block_ids=[7, 8, 9], prompt=prompt
+        engine_id="e",
+        host="h",
+        port=1,
+        lease=lease,
+        lease_s=60.0,
+        block_ids=[7, 8, 9],
+        prompt=prompt,
     )
 
 
@@ -171,3 +181,62 @@ def test_a_request_id_that_comes_again_is_a_new_request(consumer, releaser):
     consumer.received(["r"])
     consumer.finished("r", params(), PROMPT)
     assert consumer.offered_tokens("r", params(request_id="remote-2"), PROMPT, 0) == 40
+
+
+def test_a_lease_is_kept_from_the_arrival_on_and_only_once(consumer, releaser):
+    consumer.arrived("r", params(), PROMPT)
+    consumer.arrived("r", params(), PROMPT)
+    assert releaser.kept == ["remote-1"]
+    pull(consumer)
+    assert releaser.kept == ["remote-1"]
+    assert releaser.released == []
+
+
+def test_a_request_that_was_not_announced_is_kept_when_it_is_first_asked_about(consumer, releaser):
+    consumer.offered_tokens("r", params(), PROMPT, 0)
+    assert releaser.kept == ["remote-1"]
+
+
+def test_a_hand_over_of_another_prompt_is_given_back_on_arrival_and_not_kept(consumer, releaser):
+    consumer.arrived("r", params(), PROMPT[:-1])
+    assert (releaser.kept, releaser.released) == ([], ["remote-1"])
+
+
+def test_an_abort_before_the_pull_cancels_nothing(consumer):
+    consumer.arrived("r", params(), PROMPT)
+    consumer.finished("r", params(), PROMPT)
+    assert consumer.take_cancelled() == frozenset()
+
+
+def test_an_abort_during_the_pull_is_told_to_the_workers_once(consumer, releaser):
+    pull(consumer)
+    assert consumer.take_cancelled() == frozenset()
+    consumer.finished("r", params(), PROMPT)
+    assert consumer.take_cancelled() == {"r"}
+    consumer.finished("r", params(), PROMPT)
+    assert consumer.take_cancelled() == frozenset()
+    consumer.received(["r"])
+    assert releaser.released == ["remote-1"]
+
+
+def test_an_abort_before_the_workers_know_of_the_pull_gives_them_both(consumer):
+    tokens = consumer.offered_tokens("r", params(), PROMPT, 0)
+    consumer.allocated("r", [1, 2, 3], 0, tokens)
+    consumer.finished("r", params(), PROMPT)
+    assert [order.request_id for order in consumer.take_pulls()] == ["r"]
+    assert consumer.take_cancelled() == {"r"}
+
+
+def test_a_pull_that_ended_meanwhile_is_not_cancelled(consumer, releaser):
+    pull(consumer)
+    consumer.finished("r", params(), PROMPT)
+    consumer.received(["r"])
+    assert consumer.take_cancelled() == frozenset()
+    assert releaser.released == ["remote-1"]
+
+
+def test_an_abort_after_the_pull_cancels_nothing(consumer):
+    pull(consumer)
+    consumer.received(["r"])
+    consumer.finished("r", params(), PROMPT)
+    assert consumer.take_cancelled() == frozenset()

@@ -1,13 +1,16 @@
-"""Both ends of the control channel over a real loopback socket."""
+"""Both ends of the control channel over a real loopback socket; bad peers: test_control_abuse."""
 
 import socket
 import threading
 
 import pytest
-import zmq
 
 from kvpp_connect.connectors.mooncake_v2 import wire
-from kvpp_connect.connectors.mooncake_v2.control import ControlClient, ControlServer
+from kvpp_connect.connectors.mooncake_v2.control import (
+    ControlClient,
+    ControlServer,
+    UnreachableError,
+)
 from kvpp_connect.errors import ConfigError, PeerError
 
 LEASE = wire.LeaseRef(incarnation="i", request_id="r", generation=1)
@@ -17,8 +20,8 @@ LEASE = wire.LeaseRef(incarnation="i", request_id="r", generation=1)
 def serve():
     servers = []
 
-    def start(answer, port=0):
-        servers.append(ControlServer("127.0.0.1", port, answer))
+    def start(answer, port=0, **settings):
+        servers.append(ControlServer("127.0.0.1", port, answer, **settings))
         return servers[-1]
 
     yield start
@@ -91,22 +94,6 @@ def test_nobody_there_is_an_error_in_time():
         client.ask(wire.GetManifest())
 
 
-def test_garbage_is_answered_with_an_error_and_the_server_lives_on(serve):
-    server = serve(held)
-    context = zmq.Context()
-    for garbage in (b"", b"garbage", wire.MAGIC + b"\x01" + b"\xc1" * 20, bytes(60_000)):
-        raw = context.socket(zmq.REQ)
-        raw.setsockopt(zmq.LINGER, 0)
-        raw.connect(f"tcp://127.0.0.1:{server.port}")
-        raw.send(garbage)
-        assert raw.poll(5000)
-        assert isinstance(wire.decode_answer(raw.recv()), wire.ErrorAnswer)
-        raw.close()
-    context.destroy(linger=0)
-    with ControlClient("127.0.0.1", server.port, 5) as client:
-        assert client.ask(wire.Confirm(LEASE)) == wire.LeaseAnswer(wire.LeaseState.HELD)
-
-
 def test_a_busy_port_is_one_clear_error(serve):
     server = serve(held)
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{server.port}"):
@@ -118,3 +105,40 @@ def test_a_closed_server_frees_its_port(serve):
     server.close()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", server.port))
+
+
+def test_a_busy_producer_is_asked_again(serve):
+    server = serve(held, questions_per_s=5)
+    with ControlClient("127.0.0.1", server.port, 5) as client:
+        for _ in range(8):
+            assert client.ask(wire.Confirm(LEASE)) == wire.LeaseAnswer(wire.LeaseState.HELD)
+    assert server.take_bad_messages()[wire.BadMessage.OVER_LIMIT] > 0
+
+
+def test_a_producer_that_stays_busy_is_an_error_that_names_the_limit(serve):
+    server = serve(held, questions_per_s=1)
+    with ControlClient("127.0.0.1", server.port, 0.3) as client:
+        client.ask(wire.Confirm(LEASE))
+        with pytest.raises(PeerError, match="busy: at most 1 questions per second"):
+            client.ask(wire.Confirm(LEASE))
+
+
+def test_a_shorter_time_out_holds_for_one_question(free_port):
+    with (
+        ControlClient("127.0.0.1", free_port, 30) as client,
+        pytest.raises(UnreachableError, match=r"within 0\.2 s"),
+    ):
+        client.ask(wire.GetManifest(), timeout_s=0.2)
+
+
+def test_a_closed_client_opens_another_connection_when_it_is_asked(serve):
+    client = ControlClient("127.0.0.1", serve(held).port, 5)
+    for _ in range(3):
+        assert client.ask(wire.Confirm(LEASE)) == wire.LeaseAnswer(wire.LeaseState.HELD)
+        client.close()
+        client.close()
+
+
+def test_several_servers_share_a_host_without_chosen_ports(serve):
+    ports = {serve(held).port for _ in range(8)}
+    assert len(ports) == 8

@@ -1,5 +1,6 @@
 """Releases over a real loopback socket."""
 
+import threading
 import time
 from dataclasses import replace
 
@@ -7,16 +8,18 @@ import pytest
 
 from kvpp_connect.connectors.mooncake_v2 import wire
 from kvpp_connect.connectors.mooncake_v2.control import ControlServer
+from kvpp_connect.connectors.mooncake_v2.leases import LeaseBook
 from kvpp_connect.connectors.mooncake_v2.metadata import RemotePrefill
 from kvpp_connect.connectors.mooncake_v2.releases import LeaseReleaser
 
 
-def remote(port, request_id="r"):
+def remote(port, request_id="r", generation=1, lease_s=60.0):
     return RemotePrefill(
         engine_id="p",
         host="127.0.0.1",
         port=port,
-        lease=wire.LeaseRef(incarnation="i", request_id=request_id, generation=1),
+        lease=wire.LeaseRef(incarnation="i", request_id=request_id, generation=generation),
+        lease_s=lease_s,
         block_ids=(),
         prompt_tokens=1,
         prompt_digest="",
@@ -101,3 +104,135 @@ def test_closing_does_not_wait_for_delayed_releases(producer):
     releaser.close()
     assert time.monotonic() - began < 5
     assert producer.released == []
+
+
+class Engine:
+    """A producer's lease book behind a real control channel."""
+
+    def __init__(self, lease_s, max_lease_s=60.0):
+        self.lease_s = lease_s
+        self.book = LeaseBook("i", lease_s, max_lease_s)
+        self.renewals = []
+        self.stuck = threading.Event()
+        self.server = ControlServer("127.0.0.1", 0, self.answer)
+
+    def answer(self, question):
+        if self.stuck.is_set():
+            time.sleep(0.5)
+        match question:
+            case wire.Renew():
+                self.renewals.append(len(question.generations))
+                return wire.RenewAnswer(self.book.renew(question.incarnation, question.generations))
+            case wire.Release():
+                return wire.LeaseAnswer(self.book.release(question.lease))
+        raise AssertionError(question)
+
+    def grant(self, request_id="r"):
+        lease = self.book.grant(request_id)
+        return replace(remote(self.server.port), lease=lease, lease_s=self.lease_s)
+
+
+@pytest.fixture
+def make_engine():
+    engines = []
+
+    def make(lease_s=0.6, **settings):
+        engines.append(Engine(lease_s, **settings))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.server.close()
+
+
+@pytest.fixture
+def releaser():
+    releaser = LeaseReleaser(timeout_s=2)
+    yield releaser
+    releaser.close()
+
+
+def sleep_and_assert_held(engine, lease, seconds):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        assert engine.book.confirm(lease) is wire.LeaseState.HELD
+        time.sleep(0.02)
+
+
+def test_a_kept_lease_outlives_its_length_until_it_is_released(make_engine, releaser):
+    engine = make_engine(lease_s=0.6)
+    handed_over = engine.grant()
+    releaser.keep(handed_over)
+    sleep_and_assert_held(engine, handed_over.lease, 2.0)
+    releaser.release(handed_over)
+    wait_for_state(engine, handed_over.lease, wire.LeaseState.RELEASED)
+    asked = len(engine.renewals)
+    time.sleep(0.5)
+    assert len(engine.renewals) == asked
+    assert releaser.take_counts() == {}
+
+
+def wait_for_state(engine, lease, state, timeout_s=5):
+    deadline = time.monotonic() + timeout_s
+    while engine.book.confirm(lease) is not state:
+        assert time.monotonic() < deadline, engine.book.confirm(lease)
+        time.sleep(0.01)
+
+
+def test_a_lease_is_renewed_until_its_delayed_release(make_engine, releaser):
+    engine = make_engine(lease_s=0.6)
+    handed_over = engine.grant()
+    began = time.monotonic()
+    releaser.release(handed_over, delay_s=1.5)
+    sleep_and_assert_held(engine, handed_over.lease, 1.3)
+    wait_for_state(engine, handed_over.lease, wire.LeaseState.RELEASED)
+    assert time.monotonic() - began >= 1.5
+
+
+def test_many_leases_cost_few_questions_and_one_thread(make_engine, releaser):
+    engine = make_engine(lease_s=3.0)
+    before = threading.active_count()
+    for number in range(300):
+        releaser.keep(engine.grant(f"r{number}"))
+    time.sleep(2.5)
+    assert sum(engine.renewals) >= 300
+    assert len(engine.renewals) <= 10
+    assert threading.active_count() <= before + 1
+    assert engine.book.live() == 300
+
+
+def test_dead_and_stuck_producers_delay_nobody_elses_renewals(make_engine, releaser, free_port):
+    dead, stuck, well = remote(free_port, lease_s=0.6), make_engine(), make_engine(lease_s=0.6)
+    stuck.stuck.set()
+    handed_over = well.grant()
+    for each in (dead, stuck.grant(), handed_over):
+        releaser.keep(each)
+    sleep_and_assert_held(well, handed_over.lease, 2.0)
+
+
+def test_a_lost_lease_is_said_once_and_asked_about_no_more(make_engine, releaser, caplog):
+    engine = make_engine(lease_s=30.0, max_lease_s=0.1)
+    handed_over = engine.grant("lost one")
+    time.sleep(0.2)
+    releaser.keep(handed_over)
+    deadline = time.monotonic() + 5
+    lost = {}
+    while not lost and time.monotonic() < deadline:
+        lost = releaser.take_counts()
+        time.sleep(0.01)
+    assert lost == {"lost": 1}
+    assert "request lost one: its lease on engine p at 127.0.0.1" in caplog.text
+    assert "ended early (expired)" in caplog.text
+    assert len(engine.renewals) == 1
+
+
+def test_a_release_that_does_not_get_through_is_counted(free_port):
+    releaser = LeaseReleaser(timeout_s=0.2)
+    releaser.release(remote(free_port))
+    deadline = time.monotonic() + 10
+    counts = {}
+    while not counts and time.monotonic() < deadline:
+        counts = releaser.take_counts()
+        time.sleep(0.05)
+    assert counts == {"unreleased": 1}
+    releaser.close()

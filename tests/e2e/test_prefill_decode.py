@@ -4,14 +4,18 @@ P runs in compact mode here; the demo runs it in full mode.
 """
 
 import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 from e2e_tools import decode, post, prefill, wait_for
 
+from kvpp_connect.errors import KvppError
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 TOKEN_BYTES = 6 * 576 * 4
-LEASE_S = 20
+LEASE_S = 5
 
 
 def kv(role, **extra):
@@ -27,11 +31,20 @@ def kv(role, **extra):
 
 
 @pytest.fixture(scope="module")
-def nodes(describe, run_servers):
+def secret(tmp_path_factory):
+    """The setting that names the secret which all nodes share."""
+    file = tmp_path_factory.mktemp("secret") / "secret"
+    file.write_text("a secret of these tests alone")
+    return {"control_secret_file": str(file)}
+
+
+@pytest.fixture(scope="module")
+def nodes(describe, run_servers, secret):
+    p = kv("kv_producer", lease_s=LEASE_S, **secret)
     with run_servers(
-        describe("p", 2, kvpp={"mode": "compact"}, kv=kv("kv_producer", lease_s=LEASE_S)),
-        describe("d1", 1, kv=kv("kv_consumer")),
-        describe("d2", 2, kv=kv("kv_consumer")),
+        describe("p", 2, kvpp={"mode": "compact"}, kv=p),
+        describe("d1", 1, kv=kv("kv_consumer", **secret)),
+        describe("d2", 2, kv=kv("kv_consumer", **secret)),
     ) as clients:
         yield clients
 
@@ -88,6 +101,52 @@ def test_one_done_per_request_frees_the_blocks_on_p(nodes, prompts, plain):
     }
 
 
+@pytest.fixture
+def occupied(nodes, prompts):
+    """D at TP=1 with all its slots taken, for longer than a lease."""
+    with ThreadPoolExecutor(12) as pool:
+        prompt = fresh(prompts[0], 60)
+        running = [pool.submit(post, nodes["d1"], prompt, 690) for _ in range(12)]
+        wait_for(lambda: nodes["d1"].counters(["vllm:num_requests_running"]).values())
+        time.sleep(0.5)
+        yield running
+        for future in running:
+            future.result()
+
+
+def test_a_request_that_waits_on_d_for_longer_than_a_lease_is_pulled_all_the_same(
+    nodes, prompts, plain, occupied
+):
+    p, d = nodes["p"], nodes["d1"]
+    prompt = fresh(prompts[1], 61)
+    params = prefill(p, prompt)
+    before = count(p, "leases_expired"), count(d, "pull_tokens", "pull_failures")
+    renewed = count(p, "leases_renewed")
+    began = time.monotonic()
+    tokens = decode(d, prompt, params)
+    waited_s = time.monotonic() - began
+    assert tokens == plain.complete(prompt, max_tokens=12).token_ids
+    assert waited_s > 1.5 * LEASE_S, "D was not busy for long enough to show anything"
+    wait_for(lambda: count(d, "pull_tokens")[0] > before[1][0])
+    assert count(d, "pull_failures")[0] == before[1][1]
+    assert count(p, "leases_expired") == before[0]
+    assert count(p, "leases_renewed") > renewed
+
+
+def test_an_abort_while_a_request_waits_on_d_frees_its_blocks_on_p_at_once(
+    nodes, prompts, occupied
+):
+    p, d = nodes["p"], nodes["d1"]
+    prompt = fresh(prompts[1], 62)
+    params = prefill(p, prompt)
+    expired, released = count(p, "leases_expired", "leases_released")
+    impatient = replace(d, timeout_s=1)
+    with pytest.raises((KvppError, OSError)):
+        decode(impatient, prompt, params)
+    wait_for(lambda: count(p, "leases_released")[0] == released + 1, timeout_s=20)
+    assert count(p, "leases_expired")[0] == expired
+
+
 def test_a_reader_that_never_comes_is_forgotten_after_the_lease(nodes, prompts, plain):
     p = nodes["p"]
     prompt = fresh(prompts[1], 10)
@@ -137,10 +196,10 @@ def test_an_ordinary_request_hands_nothing_over(nodes, prompts, plain):
 
 
 def test_with_the_wrong_owners_the_tokens_differ(
-    nodes, describe, run_servers, prompts, plain_tokens
+    nodes, describe, run_servers, secret, prompts, plain_tokens
 ):
     """Negative control: P publishes, for each layer, the rank that holds only scratch of it."""
-    wrong = describe("wrong", 2, kvpp={}, kv=kv("kv_producer"), switches=("wrong_owner",))
+    wrong = describe("wrong", 2, kvpp={}, kv=kv("kv_producer", **secret), switches=("wrong_owner",))
     with run_servers(wrong) as clients:
         answers = []
         for number, prompt in enumerate(prompts):

@@ -1,3 +1,7 @@
+import re
+from dataclasses import fields
+from pathlib import Path
+
 import pytest
 
 from kvpp_connect.connectors.mooncake_v2.config import (
@@ -72,3 +76,17 @@ def test_replicas_count_up_from_the_port_and_stay_within_the_range():
     with pytest.raises(ConfigError, match="replica 2 of data parallelism would use 65536"):
         replica_port(config, 2)
     assert replica_port(MooncakeV2Config(), 5) == 0
+
+
+def test_the_readme_documents_every_setting_with_its_default():
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    table = readme.split("`kv_connector_extra_config` of `MooncakeConnectorV2`")[1]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+?) \|", table.split("## How it works")[0], re.M))
+    assert rows.keys() == {field.name for field in fields(MooncakeV2Config)}
+    numbers = {name: float(text) for name, text in rows.items() if re.fullmatch(r"[\d.]+", text)}
+    defaults = MooncakeV2Config()
+    assert numbers == {
+        field.name: getattr(defaults, field.name)
+        for field in fields(defaults)
+        if isinstance(getattr(defaults, field.name), int | float)
+    }

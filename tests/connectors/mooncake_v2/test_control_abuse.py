@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import zmq
@@ -41,9 +42,10 @@ def connect():
     """Raw ZeroMQ sockets to a server, with a chosen source address."""
     context = zmq.Context()
 
-    def open_socket(server, kind=zmq.REQ, source="127.0.0.1"):
+    def open_socket(server, kind=zmq.REQ, source="127.0.0.1", keeps_answers=1000):
         raw = context.socket(kind)
         raw.setsockopt(zmq.LINGER, 0)
+        raw.setsockopt(zmq.RCVHWM, keeps_answers)
         raw.connect(f"tcp://{source}:0;127.0.0.1:{server.port}")
         return raw
 
@@ -123,15 +125,21 @@ def test_a_peer_over_its_limit_is_told_and_another_address_is_served(serve, conn
 def test_a_client_that_never_reads_holds_nobody_up(serve, connect):
     layers = [address(f"layer{i}" * 20, i) for i in range(500)]
     large = wire.ManifestAnswer(manifest(rank_manifest(0, *layers)))
-    server = serve(lambda q: large if isinstance(q, wire.GetManifest) else HELD)
-    deaf = connect(server, zmq.DEALER)
-    deaf.setsockopt(zmq.RCVHWM, 1)
-    question = wire.encode(wire.GetManifest())
-    for _ in range(900):
-        deaf.send_multipart([b"", question])
-        began = time.monotonic()
+    answered = []
+
+    def answer(question):
+        answered.append(question)
+        return large if isinstance(question, wire.GetManifest) else HELD
+
+    server = serve(answer)
+    deaf = connect(server, zmq.DEALER, keeps_answers=1)
+    for _ in range(900):  # many times what sockets on the way can hold
+        deaf.send_multipart([b"", wire.encode(wire.GetManifest())])
+    deadline = time.monotonic() + 20
+    while len(answered) < 900:
+        assert time.monotonic() < deadline, f"stuck after {len(answered)} answers"
+        time.sleep(0.01)
     assert_serves(server)
-    assert time.monotonic() - began < 3
 
 
 def test_a_flood_from_one_connection_does_not_starve_another(serve, connect):
@@ -216,10 +224,11 @@ def record_session(port, question):
     listener = socket.create_server(("127.0.0.1", 0))
 
     def pass_on(source, target, keep):
-        while data := source.recv(65536):
-            if keep:
-                kept.extend(data)
-            target.sendall(data)
+        with suppress(OSError):
+            while data := source.recv(65536):
+                if keep:
+                    kept.extend(data)
+                target.sendall(data)
 
     def carry():
         near, _ = listener.accept()
@@ -246,11 +255,9 @@ def test_a_recorded_session_cannot_be_replayed(serve):
     with socket.create_connection(("127.0.0.1", server.port)) as replay:
         replay.sendall(recorded)
         replay.settimeout(2)
-        try:
+        with suppress(OSError):
             while replay.recv(65536):
                 pass
-        except OSError:
-            pass
     assert asked == [wire.Release(LEASE)]
     assert_serves(server, KEYS)
 

@@ -104,7 +104,7 @@ def test_beyond_the_bound_the_least_recently_used_idle_connection_is_closed(make
 
 
 def test_no_job_is_lost_while_connections_come_and_go(make_pool):
-    pool = make_pool(idle_s=0.0005, max_peers=2)
+    pool = make_pool(idle_s=0.0, max_peers=2)
     futures = []
     for number in range(400):
         futures.append(pool.submit((f"h{number % 5}", 1), lambda line, n=number: n))

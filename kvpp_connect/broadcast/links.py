@@ -33,7 +33,7 @@ _MESSAGE_BYTES = 512
 class Staging:
     """Memory of one rank that its peers have mapped: counters, then bytes.
 
-    ``words`` are the counters, ``address`` is where the bytes begin.
+    ``words`` are the counters, ``bytes`` what follows, beginning at ``address``.
     """
 
     def __init__(self, descriptor: int, size: int) -> None:
@@ -45,6 +45,7 @@ class Staging:
         whole = COUNTERS_BYTES + size
         self._map = mmap.mmap(descriptor, whole, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         self.words = memoryview(self._map)[:COUNTERS_BYTES].cast("Q")
+        self.bytes = memoryview(self._map)[COUNTERS_BYTES:]
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + COUNTERS_BYTES
 
 

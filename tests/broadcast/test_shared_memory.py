@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvpp_connect.broadcast.meeting import NotOneMachineError
+from kvpp_connect.broadcast.pages import PageGather
 from kvpp_connect.broadcast.shared_memory import (
     CHUNK_BYTES,
     CHUNKS,
@@ -130,6 +131,39 @@ def test_a_broadcast_that_nobody_has_waited_for_is_completed_by_the_next_one(con
     other.start(payload(2, 10), 1)
     assert torch.equal(data, payload(1, 10))
     assert torch.equal(receive(one, 1, 10), payload(2, 10))
+
+
+@pytest.mark.parametrize("page_bytes", [(36_864,), (36_864, 132), (1000, CHUNK_BYTES)])
+@pytest.mark.parametrize("active", [1, 40, 300])
+def test_pages_are_gathered_in_the_ring_and_arrive_as_one_range(connect, page_bytes, active):
+    owner, peer = connect(2)
+    caches, ids = make_caches(page_bytes, 320), torch.arange(320)[-active:]
+    expected = torch.cat([cache[ids].flatten() for cache in caches])
+    data = torch.full_like(expected, 99)
+    pending = owner.start(data, 0, PageGather(caches, ids))
+    with ThreadPoolExecutor(1) as pool:
+        received = pool.submit(receive, peer, 0, len(expected))
+        pending.wait()
+        assert torch.equal(received.result(10), expected)
+    assert data.unique().tolist() == [99], "the owner does without the slot"
+
+
+def test_pages_larger_than_a_chunk_are_gathered_where_the_bytes_belong(connect):
+    owner, peer = connect(2)
+    caches, ids = make_caches((4, CHUNK_BYTES + 4), 6), torch.tensor([1, 4])
+    expected = torch.cat([cache[ids].flatten() for cache in caches])
+    data = torch.full_like(expected, 99)
+    owner.start(data, 0, PageGather(caches, ids)).wait()
+    assert torch.equal(receive(peer, 0, len(expected)), expected)
+    assert torch.equal(data, expected)
+
+
+def make_caches(page_bytes, blocks):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randint(0, 90, (blocks, size), dtype=torch.uint8, generator=generator)
+        for size in page_bytes
+    ]
 
 
 def test_waiting_again_does_nothing(connect):

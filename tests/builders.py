@@ -6,6 +6,7 @@ from kvpp_connect.layout import (
     EngineManifest,
     RankManifest,
     StageLayers,
+    TokenShard,
     stage_layers,
 )
 
@@ -36,7 +37,12 @@ def bundle_stage(bundles: list[list[int]], drafts: list[int] | None = None) -> S
 
 
 def address(
-    name: str, base: int, page_bytes: int = 64, token_bytes: int = 4, stride: int | None = None
+    name: str,
+    base: int,
+    page_bytes: int = 64,
+    token_bytes: int = 4,
+    stride: int | None = None,
+    dtype: str = "float32",
 ) -> ComponentAddress:
     return ComponentAddress(
         layer_name=name,
@@ -44,6 +50,7 @@ def address(
         page_bytes=page_bytes,
         block_stride_bytes=stride or page_bytes,
         token_bytes=token_bytes,
+        dtype=dtype,
     )
 
 
@@ -51,7 +58,6 @@ def manifest(
     *ranks: RankManifest,
     block_tokens: int = 16,
     num_blocks: int = 32,
-    dtype: str = "torch.float32",
     incarnation: str = "one",
 ) -> EngineManifest:
     return EngineManifest(
@@ -59,15 +65,21 @@ def manifest(
         incarnation=incarnation,
         block_tokens=block_tokens,
         num_blocks=num_blocks,
-        cache_dtype=dtype,
         ranks=tuple(ranks),
     )
 
 
-def rank_manifest(rank: int, *components: ComponentAddress, session: str = "") -> RankManifest:
+def rank_manifest(
+    rank: int,
+    *components: ComponentAddress,
+    session: str = "",
+    pp_rank: int = 0,
+    shard: TokenShard | None = None,
+) -> RankManifest:
     return RankManifest(
-        pp_rank=0,
+        pp_rank=pp_rank,
         rank_in_group=rank,
-        session=session or f"127.0.0.1:{1000 + rank}",
+        session=session or f"127.0.0.1:{1000 * (pp_rank + 1) + rank}",
         components=components,
+        shard=shard or TokenShard(),
     )

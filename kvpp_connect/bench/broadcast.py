@@ -12,38 +12,22 @@ them are measured in turn, again and again, so that other load on the machine hi
 
 import ctypes
 import os
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
 
 from kvpp_connect.bench.local_ranks import run_ranks
+from kvpp_connect.bench.rounds import Spread, TransportName, make_transports, spread, timed
 from kvpp_connect.bench.traffic import StepBytes, measure_step_bytes
 from kvpp_connect.broadcast.collective import GroupBroadcast
-from kvpp_connect.broadcast.transports import create_transport
 from kvpp_connect.errors import KvppError
-from kvpp_connect.platforms.base import select_platform
 
-TransportName = Literal["collective", "shared_memory"]
 DEFAULT_SIZES = tuple(4096 * 4**power for power in range(8))  # 4 KiB to 64 MiB
 SLOTS = 2
 _SOURCE_BYTES = 64 << 20
 _ROUND_BYTES = 64 << 20  # moved in one round, at most
 _MAX_BROADCASTS, _MIN_BROADCASTS = 200, 4  # in one round
-_TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """Seconds of one copy or broadcast: median, least and most of all rounds."""
-
-    median_s: float
-    least_s: float
-    most_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,12 +100,7 @@ def measure_broadcast(
 def _measure_on_rank(
     sizes: tuple[int, ...], rounds: int
 ) -> tuple[tuple[SizeSpeed, ...], tuple[StepBytes, ...]]:
-    ranks = tuple(range(dist.get_world_size()))
-    names: tuple[TransportName, ...] = get_args(TransportName)
-    transports: dict[TransportName, GroupBroadcast] = {
-        name: create_transport(name, select_platform("cpu"), (ranks,), _gather, _TIMEOUT_S)
-        for name in names
-    }
+    transports = make_transports()
     memory = _Memory(max(sizes))
     speeds = tuple(_measure_size(size, rounds, transports, memory) for size in sizes)
     return speeds, measure_step_bytes(transports["shared_memory"])
@@ -135,18 +114,18 @@ def _measure_size(
     streams: dict[TransportName, list[float]] = {name: [] for name in transports}
     latencies: dict[TransportName, list[float]] = {name: [] for name in transports}
     for _ in range(rounds + 1):  # the first one warms up
-        copies.append(_timed(payloads.copy, payloads.number, alone=True))
+        copies.append(timed(payloads.copy, payloads.number, alone=True))
         for name, transport in transports.items():
-            streams[name].append(_timed(lambda t=transport: payloads.stream(t), payloads.number))
+            streams[name].append(timed(lambda t=transport: payloads.stream(t), payloads.number))
             payloads.check()
-            latencies[name].append(_timed(lambda t=transport: payloads.relay(t), payloads.number))
-    copy = _spread(copies[1:])
+            latencies[name].append(timed(lambda t=transport: payloads.relay(t), payloads.number))
+    copy = spread(copies[1:])
     return SizeSpeed(
         size_bytes=size,
         copy=copy,
         copy_bytes_per_s=size / copy.median_s,
         transports=tuple(
-            _speed(name, size, copy, _spread(streams[name][1:]), _spread(latencies[name][1:]))
+            _speed(name, size, copy, spread(streams[name][1:]), spread(latencies[name][1:]))
             for name in transports
         ),
     )
@@ -211,21 +190,6 @@ class _Payloads:
             slot.zero_()
 
 
-def _timed(work: Callable[[], None], number: int, *, alone: bool = False) -> float:
-    """Seconds of one of ``number`` things, until the last rank has done them."""
-    dist.barrier()
-    begin = time.perf_counter()
-    if not alone or dist.get_rank() == 0:
-        work()
-    taken = torch.tensor([(time.perf_counter() - begin) / number])
-    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-    return taken.item()
-
-
-def _spread(times: list[float]) -> Spread:
-    return Spread(median_s=statistics.median(times), least_s=min(times), most_s=max(times))
-
-
 def _speed(
     name: TransportName, size: int, copy: Spread, stream: Spread, latency: Spread
 ) -> TransportSpeed:
@@ -236,9 +200,3 @@ def _speed(
         bytes_per_s=size / stream.median_s,
         copy_ratio=copy.median_s / stream.median_s,
     )
-
-
-def _gather(value: bytes) -> list[bytes]:
-    rows = [b""] * dist.get_world_size()
-    dist.all_gather_object(rows, value)
-    return rows

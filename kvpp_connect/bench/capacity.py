@@ -15,10 +15,9 @@ from kvpp_connect.demo.ports import free_ports
 from kvpp_connect.demo.progress import show_progress
 from kvpp_connect.demo.servers import VllmServer
 from kvpp_connect.errors import ConfigError
-from kvpp_connect.layout import plan_group
+from kvpp_connect.layout import capacity_by_bytes, plan_group
 from kvpp_connect.planning.audit import read_model
 from kvpp_connect.planning.caches import CacheOptions, read_caches
-from kvpp_connect.planning.forecast import ratio_by_formula
 from kvpp_connect.planning.geometry import ParallelSizes
 from kvpp_connect.planning.plan import PlanRequest, make_plan
 
@@ -46,13 +45,20 @@ class PlannedRatio:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCapacity:
-    """One server's own start-up line beside ``kvpp plan``."""
+    """One server's own start-up line beside ``kvpp plan``.
+
+    Attributes:
+        limit: as of ``PlannedRatio``.
+        plain_ratio, planned_ratio: tokens over those of plain vLLM, measured and planned.
+    """
 
     ranks: int
     variant: str
     served_tokens: int
     planned_tokens: int
     plain_ratio: float
+    planned_ratio: float
+    limit: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,9 +105,9 @@ def plan_ratios(
                 PlannedRatio(
                     model=model.checkpoint.name,
                     ranks=ranks,
-                    limit=round(ratio_by_formula(layouts, 0.0), 3),
-                    full=round(ratio_by_formula(layouts, 1.0), 3),
-                    compact=tuple(round(ratio_by_formula(layouts, f), 3) for f in shares),
+                    limit=round(capacity_by_bytes(layouts, 0.0), 3),
+                    full=round(capacity_by_bytes(layouts, 1.0), 3),
+                    compact=tuple(round(capacity_by_bytes(layouts, f), 3) for f in shares),
                 )
             )
     return tuple(rows)
@@ -137,6 +143,8 @@ def measure_capacities(
                     served_tokens=served[variant],
                     planned_tokens=planned[variant],
                     plain_ratio=round(served[variant] / served["plain"], 4),
+                    planned_ratio=round(planned[variant] / planned["plain"], 4),
+                    limit=round(layers / -(-layers // ranks), 3),
                 )
                 for variant in _VARIANTS
             ]

@@ -1,7 +1,7 @@
 """Pictures of what was measured."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvpp_connect.errors import ConfigError
 
@@ -61,27 +61,47 @@ def plot_broadcast(report: "BroadcastReport", path: Path) -> None:
 
 
 def plot_capacity(report: "CapacityReport", path: Path) -> None:
-    """Draw capacity over the group's size: limit, formula of both modes, measured servers."""
+    """Draw capacity over the group's size, a panel for each model.
+
+    Limit and formula of both modes; for the servers what they hold, beside what was planned.
+    """
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports] - an extra
 
-    figure = Figure(figsize=(7, 4.6), layout="constrained")
-    axes = figure.subplots()
-    for model in dict.fromkeys(row.model for row in report.planned):
+    models = list(dict.fromkeys(row.model for row in report.planned))
+    panels = len(models) + bool(report.measured)
+    figure = Figure(figsize=(5.5 * panels, 4.6), layout="constrained")
+    axes = list(figure.subplots(1, panels, squeeze=False)[0])
+    for model, panel in zip(models, axes, strict=False):
         rows = [row for row in report.planned if row.model == model]
         ranks = [row.ranks for row in rows]
-        axes.plot(ranks, [row.limit for row in rows], "--", label=f"{model}: limit")
-        axes.plot(ranks, [row.full for row in rows], marker="s", label=f"{model}: full")
+        panel.plot(ranks, [row.limit for row in rows], "k--", label="limit")
         for index, share in enumerate(report.shares):
             ratios = [row.compact[index] for row in rows]
-            axes.plot(ranks, ratios, marker="o", label=f"{model}: compact, f = {share:g}")
-    for variant in ("full", "compact"):
-        rows = [row for row in report.measured if row.variant == variant]
-        if rows:
-            ratios = [row.plain_ratio for row in rows]
-            axes.plot([r.ranks for r in rows], ratios, "k*", label=f"measured: {variant}")
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("ranks of the KVPP group")
-    axes.set_ylabel("capacity over plain vLLM")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+            panel.plot(ranks, ratios, marker="o", label=f"compact, f = {share:g}")
+        panel.plot(ranks, [row.full for row in rows], marker="s", label="full")
+        panel.set_title(f"{model}, planned")
+    if report.measured:
+        _plot_measured(report, axes[-1])
+    for panel in axes:
+        panel.set_xscale("log", base=2)
+        ticks = sorted({row.ranks for row in (*report.planned, *report.measured)})
+        panel.set_xticks(ticks, map(str, ticks))
+        panel.set_xlabel("ranks of the KVPP group")
+        panel.set_ylabel("capacity over plain vLLM")
+        panel.grid(alpha=0.3)
+        panel.legend(fontsize="small")
     figure.savefig(path, dpi=150)
+
+
+def _plot_measured(report: "CapacityReport", panel: Any) -> None:  # noqa: ANN401 - matplotlib's
+    """Draw what servers hold as marks, what was planned as lines."""
+    full = [row for row in report.measured if row.variant == "full"]
+    panel.plot([row.ranks for row in full], [row.limit for row in full], "k--", label="limit")
+    for variant, colour in (("compact", "tab:blue"), ("full", "tab:orange")):
+        rows = [row for row in report.measured if row.variant == variant]
+        ranks = [row.ranks for row in rows]
+        planned = [row.planned_ratio for row in rows]
+        panel.plot(ranks, planned, color=colour, label=f"{variant}: formula")
+        measured = [row.plain_ratio for row in rows]
+        panel.plot(ranks, measured, "*", color=colour, markersize=11, label=f"{variant}: measured")
+    panel.set_title("small model, real servers")

@@ -5,6 +5,7 @@ payloads give it what to send, and a batch of requests says which blocks are act
 shared by all requests, as a common prefix is.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +19,7 @@ from kvpp_connect.broadcast.payload import CompactPayload, FullPayload
 from kvpp_connect.layout import (
     CacheComponent,
     FullScratch,
+    GroupLayout,
     RunningScratch,
     place_rank,
     plan_group,
@@ -65,36 +67,63 @@ def measure_step_bytes(transport: GroupBroadcast) -> tuple[StepBytes, ...]:
     )
 
 
-def _step(mode: Mode, requests: int, transport: GroupBroadcast) -> StepBytes:
+@dataclass(frozen=True, slots=True)
+class StepEngine:
+    """The engine of one rank, ready for forwards of one batch."""
+
+    engine: PrefetchEngine
+    layout: GroupLayout
+
+    def run(self, work: Callable[[], None] = lambda: None) -> None:
+        """One forward; ``work`` is done before each layer asks for its cache and after."""
+        self.engine.arm()
+        for ordinal in range(len(self.layout.stage.targets)):
+            work()
+            self.engine.acquire(ordinal)
+            work()
+            self.engine.release(ordinal)
+        self.engine.finish()
+
+
+def make_engine(
+    mode: Mode, table: torch.Tensor, blocks: int, layers: int, transport: GroupBroadcast
+) -> StepEngine:
+    """Build this rank's layout, memory and engine.
+
+    Args:
+        table: ids of the batch's blocks, shape ``(requests, blocks of each)``.
+        blocks: of each layer.
+    """
     ranks, rank = dist.get_world_size(), dist.get_rank()
     targets = {
         index: [CacheComponent(layer_name=f"layers.{index}", page_bytes=BLOCK_BYTES)]
-        for index in range(LAYERS)
+        for index in range(layers)
     }
-    scratch = FullScratch() if mode == "full" else RunningScratch(least=BLOCKS, most=BLOCKS)
+    scratch = FullScratch() if mode == "full" else RunningScratch(least=blocks, most=blocks)
     layout = plan_group(stage_layers(targets=targets, drafts=[]), ranks, 64, scratch)
-    placement = place_rank(layout, rank, BLOCKS)
+    placement = place_rank(layout, rank, blocks)
     memory = torch.zeros(placement.total_bytes, dtype=torch.uint8)
-    table = _block_table(requests)
     if mode == "full":
         payload = FullPayload(placement, memory)
     else:
         payload = CompactPayload(placement, memory)
-        payload.use(ActiveBlocks(table, torch.full((requests,), BLOCKS_PER_REQUEST), BLOCKS))
-    engine = PrefetchEngine(placement, payload, transport, CpuDevice())
-    engine.arm()
-    for ordinal in range(LAYERS):
-        engine.acquire(ordinal)
-        engine.release(ordinal)
-    engine.finish()
+        payload.use(ActiveBlocks(table, torch.full((len(table),), table.shape[1]), blocks))
+    return StepEngine(PrefetchEngine(placement, payload, transport, CpuDevice()), layout)
+
+
+def _step(mode: Mode, requests: int, transport: GroupBroadcast) -> StepBytes:
+    table = _block_table(requests)
+    made = make_engine(mode, table, BLOCKS, LAYERS, transport)
+    made.run()
+    counters = made.engine.counters
     active = len(set(table.flatten().tolist()))
-    planned = step_traffic(mode, (layout,), all_blocks=BLOCKS, active_blocks=active)
+    planned = step_traffic(mode, (made.layout,), all_blocks=BLOCKS, active_blocks=active)
     return StepBytes(
         mode=mode,
         requests=requests,
         active_blocks=active,
-        broadcasts=engine.counters.broadcasts,
-        moved_bytes=engine.counters.sent_bytes + engine.counters.received_bytes,
+        broadcasts=counters.broadcasts,
+        moved_bytes=counters.sent_bytes + counters.received_bytes,
         planned_bytes=planned.step_bytes,
     )
 

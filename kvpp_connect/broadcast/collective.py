@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from kvpp_connect.broadcast.pages import PageGather
 from kvpp_connect.errors import PeerError
 
 STREAM_BACKENDS = frozenset({"nccl", "hccl"})
@@ -35,11 +36,15 @@ class PendingBroadcast(Protocol):
 class GroupBroadcast(Protocol):
     """Broadcast inside one KVPP group. Every rank must start the same broadcasts in one order."""
 
-    def start(self, data: torch.Tensor, source_rank: int) -> PendingBroadcast:
+    def start(
+        self, data: torch.Tensor, source_rank: int, gather: PageGather | None = None
+    ) -> PendingBroadcast:
         """Send ``data`` from ``source_rank`` (rank in group), or receive into it elsewhere.
 
         Args:
             data: contiguous one-dimensional byte tensor, untouched until the wait returns.
+            gather: on the source, where the bytes have yet to be collected from. The transport
+                may collect them in ``data``, or send them without.
 
         Raises:
             PeerError: the broadcast cannot start; the group is unusable from then on.
@@ -68,7 +73,11 @@ class TorchBroadcast:
         self._group = group
         self._global_ranks = global_ranks
 
-    def start(self, data: torch.Tensor, source_rank: int) -> PendingBroadcast:
+    def start(
+        self, data: torch.Tensor, source_rank: int, gather: PageGather | None = None
+    ) -> PendingBroadcast:
+        if gather is not None:
+            gather.into(data)
         try:
             work = dist.broadcast(
                 data, src=self._global_ranks[source_rank], group=self._group, async_op=True
@@ -97,8 +106,10 @@ class StreamOrdered:
         self._transport = transport
         self._arrived = _Arrived()
 
-    def start(self, data: torch.Tensor, source_rank: int) -> PendingBroadcast:
-        self._transport.start(data, source_rank).wait()
+    def start(
+        self, data: torch.Tensor, source_rank: int, gather: PageGather | None = None
+    ) -> PendingBroadcast:
+        self._transport.start(data, source_rank, gather).wait()
         return self._arrived
 
 

@@ -174,7 +174,8 @@ class PrefetchEngine:
                 self._read_slots.discard(slot)
             try:
                 data = self._payload.bytes_of(ordinal)
-                self._pending = self._transport.start(data, owner)
+                gather = self._payload.gather(ordinal)
+                self._pending = self._transport.start(data, owner, gather)
             except KvppError as error:
                 self._fail(f"layer {self._names[ordinal]}: {error}")
             self._arrived.record()

@@ -15,15 +15,16 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from kvpp_connect.broadcast.links import Link, Staging
+from kvpp_connect.broadcast.links import COUNTERS_BYTES, SPIN_S, Bell, Link, Staging
 from kvpp_connect.errors import PeerError
 
 Gather = Callable[[bytes], list[bytes]]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_HELLO = struct.Struct("<I32s")  # rank of the sender, token of the receiver
+_HELLO = struct.Struct("<I32s")  # rank of the sender, token of the receiver; with memory and bell
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _MEETING_LIMIT_S = 30.0  # all ranks are there already: they have just gathered
 
@@ -49,7 +50,7 @@ def connect_group(
         rank: this process's rank in the group.
         gather: exchanges bytes inside the group; the answer is ordered by rank. Raises
             RuntimeError where a rank is gone.
-        staging_bytes: memory that each rank shares with its peers.
+        staging_bytes: that each rank shares with its peers, beside the counters.
         limit_s: seconds for which a peer may be silent.
 
     Returns:
@@ -74,6 +75,7 @@ def connect_group(
         if problems:
             for link in links.values():
                 link.close()
+            meeting.bell.close()
             raise NotOneMachineError("; ".join(problems))
         return meeting.staging, links
 
@@ -85,20 +87,37 @@ def _gathered(gather: Gather, value: bytes) -> list[bytes]:
         raise PeerError(f"a rank of the KVPP group failed while they met: {error}") from error
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Card:
-    """What a rank tells the others before they meet."""
+    """What a rank tells the others before they meet.
 
-    def __init__(self, machine: str, name: str, token: str) -> None:
-        self.machine = machine
-        self.name = name  # of the abstract socket on which the rank listens
-        self.token = token  # to be shown by those who connect
+    ``name`` is of the abstract socket on which the rank listens, ``token`` is to be shown by those
+    who connect, ``cores`` are those that the rank may use.
+    """
+
+    machine: str
+    name: str
+    token: str
+    cores: frozenset[int]
+
+    @classmethod
+    def make(cls) -> "_Card":
+        return cls(
+            machine=machine_id(),
+            name=f"kvpp-{secrets.token_hex(16)}",
+            token=secrets.token_hex(16),
+            cores=frozenset(os.sched_getaffinity(0)),
+        )
 
     def encode(self) -> bytes:
-        return f"{self.machine} {self.name} {self.token}".encode()
+        cores = ",".join(map(str, sorted(self.cores)))
+        return f"{self.machine} {self.name} {self.token} {cores}".encode()
 
     @classmethod
     def parse(cls, card: bytes) -> "_Card":
-        return cls(*card.decode().split())
+        machine, name, token, cores = card.decode().split()
+        numbers = frozenset(map(int, cores.split(",")))
+        return cls(machine=machine, name=name, token=token, cores=numbers)
 
 
 class _Meeting:
@@ -109,21 +128,26 @@ class _Meeting:
         self._limit_s = limit_s
         self._staging_bytes = staging_bytes
         self._deadline = 0.0  # set when all ranks have gathered
-        self.card = _Card(machine_id(), f"kvpp-{secrets.token_hex(16)}", secrets.token_hex(16))
+        self._spin_s = 0.0  # likewise
+        self.card = _Card.make()
         self._memory = os.memfd_create("kvpp-staging", os.MFD_CLOEXEC)
-        os.posix_fallocate(self._memory, 0, staging_bytes)
+        os.posix_fallocate(self._memory, 0, COUNTERS_BYTES + staging_bytes)
         self.staging = Staging(self._memory, staging_bytes)
+        self.bell = Bell.make()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(f"\0{self.card.name}")
         self._listener.listen(128)
 
     def close(self) -> None:
-        """Stop listening. The memory stays mapped and the connections stay open."""
+        """Stop listening. The memory stays mapped, bell and connections are the links'."""
         self._listener.close()
         os.close(self._memory)
 
     def connect(self, cards: list[_Card]) -> dict[int, Link]:
         """Call the lower ranks and answer the higher ones; returns the links by rank."""
+        # Where ranks outnumber cores, one that looks and does not sleep is in the others' way.
+        cores = frozenset[int]().union(*(card.cores for card in cards))
+        self._spin_s = SPIN_S if len(cards) <= len(cores) else 0.0
         self._deadline = time.monotonic() + min(self._limit_s, _MEETING_LIMIT_S)
         links: dict[int, Link] = {}
         with contextlib.ExitStack() as opened:
@@ -132,14 +156,14 @@ class _Meeting:
                 self._listener.settimeout(self._remaining_s())
                 caller = opened.enter_context(self._listener.accept()[0])
                 if _same_user(caller):
-                    rank, memory = self._hear(caller)
+                    rank, memory, bell = self._hear(caller)
                     self._greet(caller, cards[rank])
-                    links[rank] = Link(rank, caller, memory, self._limit_s)
+                    links[rank] = self._link(rank, caller, memory, bell)
             for rank, call in enumerate(calls):
-                answered, memory = self._hear(call)
+                answered, memory, bell = self._hear(call)
                 if answered != rank:
                     raise PeerError(f"rank {answered} answered in the place of rank {rank}")
-                links[rank] = Link(rank, call, memory, self._limit_s)
+                links[rank] = self._link(rank, call, memory, bell)
             opened.pop_all()
         return dict(sorted(links.items()))
 
@@ -153,24 +177,28 @@ class _Meeting:
             raise
         return call
 
+    def _link(self, rank: int, connection: socket.socket, memory: Staging, bell: Bell) -> Link:
+        bells = (self.bell, bell)
+        return Link(rank, connection, memory, bells, self._limit_s, self._spin_s)
+
     def _greet(self, connection: socket.socket, card: _Card) -> None:
         hello = _HELLO.pack(self._rank, card.token.encode())
-        socket.send_fds(connection, [hello], [self._memory])
+        socket.send_fds(connection, [hello], [self._memory, self.bell.descriptor])
 
-    def _hear(self, connection: socket.socket) -> tuple[int, Staging]:
-        """The peer's rank and memory."""
+    def _hear(self, connection: socket.socket) -> tuple[int, Staging, Bell]:
+        """The peer's rank, memory and bell."""
         connection.settimeout(self._remaining_s())
-        hello, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size, 1)
-        try:
-            if len(hello) != _HELLO.size or len(descriptors) != 1:
+        hello, descriptors, _, _ = socket.recv_fds(connection, _HELLO.size, 2)
+        with contextlib.ExitStack() as unused:
+            for descriptor in descriptors:
+                unused.callback(os.close, descriptor)
+            if len(hello) != _HELLO.size or len(descriptors) != 2:
                 raise PeerError("a peer hung up, or is not one")
             rank, token = _HELLO.unpack(hello)
             if token != self.card.token.encode():
                 raise PeerError(f"what calls itself rank {rank} does not know the token")
-            return rank, Staging(descriptors[0], self._staging_bytes)
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
+            staging = Staging(descriptors[0], self._staging_bytes)
+            return rank, staging, Bell(os.dup(descriptors[1]))
 
     def _remaining_s(self) -> float:
         return max(self._deadline - time.monotonic(), 0.001)

@@ -5,6 +5,7 @@ from typing import Protocol
 import torch
 
 from kvpp_connect.broadcast.active import ActiveBlocks
+from kvpp_connect.broadcast.pages import PageGather
 from kvpp_connect.errors import LayoutError
 from kvpp_connect.layout import RankPlacement
 
@@ -17,6 +18,10 @@ class BundlePayload(Protocol):
 
         They are not used for anything else until the bundle's broadcast is over.
         """
+        ...
+
+    def gather(self, ordinal: int) -> PageGather | None:
+        """On the bundle's owner, how to collect those bytes; nothing where they are there."""
         ...
 
 
@@ -36,11 +41,14 @@ class FullPayload:
         """The whole bundle where it lies."""
         return self._views[ordinal]
 
+    def gather(self, ordinal: int) -> None:
+        """Nothing to collect."""
+
 
 class CompactPayload:
     """The active blocks of a bundle, as one range.
 
-    The owner gathers them into its own scratch slot, which is free because it owns the layer; on
+    The owner may gather them into its own scratch slot, which is free because it owns the layer; on
     the other ranks the broadcast fills the same slot. No staging buffer and no unused byte.
     """
 
@@ -65,16 +73,21 @@ class CompactPayload:
         self._active = active
 
     def bytes_of(self, ordinal: int) -> torch.Tensor:
-        """The active blocks in the bundle's scratch slot, gathered there on the owner."""
+        """Room for the active blocks in the bundle's scratch slot."""
         assert self._active is not None, "use() comes before the forward"
-        bundle, used = self._placement.bundles[ordinal], len(self._active)
-        if bundle.owner == self._placement.rank:
-            for kept, slot in zip(bundle.components, bundle.scratch, strict=True):
-                page = kept.component.page_bytes
-                blocks = self._range(kept.offset, kept.size).view(-1, page)
-                target = self._range(*slot.used_range(used)).view(-1, page)
-                torch.index_select(blocks, 0, self._active.ids, out=target)
-        return self._range(*bundle.used_range(used))
+        return self._range(*self._placement.bundles[ordinal].used_range(len(self._active)))
+
+    def gather(self, ordinal: int) -> PageGather | None:
+        """The active blocks where the owner keeps them."""
+        assert self._active is not None, "use() comes before the forward"
+        bundle = self._placement.bundles[ordinal]
+        if bundle.owner != self._placement.rank:
+            return None
+        caches = [
+            self._range(kept.offset, kept.size).view(-1, kept.component.page_bytes)
+            for kept in bundle.components
+        ]
+        return PageGather(caches, self._active.ids)
 
     def _range(self, offset: int, size: int) -> torch.Tensor:
         return self._memory[offset : offset + size]

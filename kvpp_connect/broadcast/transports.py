@@ -1,5 +1,7 @@
 """Choosing how broadcasts travel."""
 
+from platform import machine
+
 import torch.distributed as dist
 
 from kvpp_connect._log import get_logger
@@ -11,6 +13,8 @@ from kvpp_connect.errors import ConfigError
 from kvpp_connect.platforms.base import Platform
 
 logger = get_logger(__name__)
+
+_ORDERED_MACHINES = ("x86_64",)  # see shared_memory.py
 
 
 def create_transport(
@@ -57,5 +61,9 @@ def create_transport(
 
 
 def _unfit(platform: Platform) -> str:
-    """Why ranks on a device cannot use shared memory; empty if they can."""
-    return "" if platform.name == "cpu" else f"the caches are in the memory of a {platform.name}"
+    """Why ranks cannot use shared memory here; empty if they can."""
+    if platform.name != "cpu":
+        return f"the caches are in the memory of a {platform.name}"
+    if machine() not in _ORDERED_MACHINES:
+        return f"a {machine()} may show other ranks a counter before the bytes that it counts"
+    return ""

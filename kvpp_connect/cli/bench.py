@@ -10,8 +10,10 @@ from kvpp_connect.cli.output import AsJson, make_console, make_table, print_json
 from kvpp_connect.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvpp_connect.bench.broadcast import BroadcastReport, Spread
+    from kvpp_connect.bench.broadcast import BroadcastReport
     from kvpp_connect.bench.capacity import CapacityReport
+    from kvpp_connect.bench.overlap import OverlapReport
+    from kvpp_connect.bench.rounds import Spread
     from kvpp_connect.bench.serving import ServingReport
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
@@ -56,6 +58,68 @@ def broadcast(
     else:
         _print(report)
     raise typer.Exit(1 if report.failures else 0)
+
+
+@app.command()
+def overlap(
+    *,
+    ranks: Annotated[int, typer.Option(min=2, max=64, help="Local processes.")] = 2,
+    layers: Annotated[int, typer.Option(min=1, help="Target layers.")] = 8,
+    blocks: Annotated[int, typer.Option(min=576, help="Blocks of each layer's cache.")] = 1024,
+    width: Annotated[
+        int, typer.Option(min=1, help="Compute of a layer: two products with a square matrix.")
+    ] = 1024,
+    rounds: Annotated[int, typer.Option(min=1, help="How often all of it is measured.")] = 7,
+    timeout: Annotated[float, typer.Option(min=1, help="Limit for everything, in seconds.")] = 300,
+    as_json: AsJson = False,
+) -> None:
+    """Say how much of the broadcasts hides behind compute.
+
+    Needs torch, no GPU and no server: the engine runs decode and prefill
+    steps with synthetic compute, with KVPP off and on.
+
+    \b
+    Example: two ranks, both modes, both transports
+      $ kvpp bench overlap
+    Example: four times the compute
+      $ kvpp bench overlap --width 2048
+    """
+    from kvpp_connect.bench.overlap import OverlapOptions, measure_overlap
+
+    options = OverlapOptions(ranks=ranks, layers=layers, blocks=blocks, width=width, rounds=rounds)
+    report = measure_overlap(options, timeout)
+    if as_json:
+        rows = [
+            {**asdict(row), "exposed_s": row.exposed_s, "hidden_share": row.hidden_share}
+            for row in report.rows
+        ]
+        print_json("bench overlap", {**asdict(report), "rows": rows})
+    else:
+        _print_overlap(report)
+
+
+def _print_overlap(report: "OverlapReport") -> None:
+    console = make_console()
+    console.print(
+        f"{report.options.ranks} ranks on {report.cores} cores, load {report.load:.1f} before; "
+        f"medians of {report.options.rounds} rounds, in ms for a step of {report.options.layers} "
+        "layers"
+    )
+    table = make_table(
+        *("step", "mode", "transport", "MB per layer", "off", "on", "transfer alone", "hidden"),
+        left=3,
+    )
+    for row in report.rows:
+        times = (f"{spread.median_s * 1e3:.1f}" for spread in (row.off, row.on, row.transfer))
+        table.add_row(
+            row.step,
+            row.mode,
+            row.transport.replace("_", " "),
+            f"{row.layer_bytes / 1e6:.1f}",
+            *times,
+            f"{row.hidden_share:.0%}",
+        )
+    console.print(table)
 
 
 @app.command()
@@ -169,6 +233,7 @@ def serving(
         str, typer.Option(help="Sizes for compact mode, such as default,3200,6400.")
     ] = "default",
     rounds: Annotated[int, typer.Option(min=1, help="How often the requests are sent.")] = 2,
+    timeout: Annotated[float, typer.Option(min=1, help="Limit for one answer, in seconds.")] = 600,
     as_json: AsJson = False,
 ) -> None:
     """Compare plain vLLM, full and compact mode on real servers.
@@ -192,6 +257,7 @@ def serving(
         kv_cache_bytes=kv_cache_bytes,
         running_tokens=_running_tokens(running_tokens),
         rounds=rounds,
+        request_limit_s=timeout,
     )
     report = measure_serving(options, Console(stderr=True))
     if as_json:

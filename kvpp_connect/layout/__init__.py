@@ -1,11 +1,19 @@
 """Pure planning of the owner-only layout: standard library only, no device, no I/O."""
 
-from kvpp_connect.layout.budget import RankBudget, capacity_ratio, plan_budget
+from kvpp_connect.layout.budget import (
+    RankBudget,
+    capacity_by_bytes,
+    capacity_ratio,
+    group_blocks,
+    plan_budget,
+)
 from kvpp_connect.layout.manifest import (
     WIRE_SCHEMA,
     ComponentAddress,
     EngineManifest,
+    GroupManifest,
     RankManifest,
+    TokenShard,
     layout_digest,
 )
 from kvpp_connect.layout.model import CacheComponent, LayerBundle, StageLayers, stage_layers
@@ -17,6 +25,7 @@ from kvpp_connect.layout.placement import (
     RankPlacement,
     place_rank,
     plan_group,
+    running_obstacle,
 )
 from kvpp_connect.layout.scratch import (
     FullScratch,
@@ -34,6 +43,7 @@ __all__ = [
     "EngineManifest",
     "FullScratch",
     "GroupLayout",
+    "GroupManifest",
     "LayerBundle",
     "RankBudget",
     "RankManifest",
@@ -41,13 +51,17 @@ __all__ = [
     "RunningScratch",
     "ScratchSize",
     "StageLayers",
+    "TokenShard",
     "assign_owners",
+    "capacity_by_bytes",
     "capacity_ratio",
     "equal_counts",
+    "group_blocks",
     "layout_digest",
     "place_rank",
     "plan_budget",
     "plan_group",
+    "running_obstacle",
     "running_scratch",
     "stage_layers",
 ]

@@ -5,6 +5,7 @@ therefore reports a *logical* budget, the number of blocks that really fit times
 bytes per block, and allocates the placement of the block count that the planner returns.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvpp_connect.errors import LayoutError
@@ -23,11 +24,6 @@ class RankBudget:
     num_blocks: int
     plain_blocks: int
     logical_bytes: int
-
-    @property
-    def capacity_ratio(self) -> float:
-        """Blocks with KVPP over blocks without."""
-        return self.num_blocks / self.plain_blocks if self.plain_blocks else 0.0
 
 
 def fitting_blocks(layout: GroupLayout, rank: int, memory_bytes: int) -> int:
@@ -80,10 +76,30 @@ def plan_budget(
     )
 
 
+def group_blocks(layout: GroupLayout, memory_bytes: int) -> int:
+    """Blocks of the whole group, which the fullest rank sets, with the same memory on each rank.
+
+    Raises:
+        LayoutError: not a single block fits.
+    """
+    ranks: dict[tuple[int, ...], int] = {}  # those that own the same sizes are asked once
+    for rank in range(layout.group_size):
+        owned = tuple(
+            component.page_bytes
+            for bundle, owner in zip(layout.stage.targets, layout.owners, strict=True)
+            if owner == rank
+            for component in bundle.components
+        )
+        ranks.setdefault(owned, rank)
+    return min(plan_budget(layout, rank, memory_bytes, 1).num_blocks for rank in ranks.values())
+
+
 def capacity_ratio(
     num_layers: int, group_size: int, scratch_share: float = 1.0, draft_layers: int = 0
 ) -> float:
     """Capacity over plain for equal layers: ``(L + D) / (ceil(L/K) + D + 2f)``.
+
+    ``capacity_by_bytes`` is the same for layers of any size.
 
     The two is the number of scratch slots per rank; ``scratch_share`` is f, a slot's blocks over
     all blocks: 1 in ``full`` mode. The D draft layers are on every rank.
@@ -94,3 +110,12 @@ def capacity_ratio(
     """
     held = -(-num_layers // group_size) + draft_layers
     return (num_layers + draft_layers) / (held + NUM_SCRATCH_SLOTS * scratch_share)
+
+
+def capacity_by_bytes(layouts: Sequence[GroupLayout], scratch_share: float) -> float:
+    """Capacity over plain of all stages: all layers over the fullest rank's share and its scratch.
+
+    For equal layers it is ``capacity_ratio``.
+    """
+    plain = max(layout.stage.plain_page_bytes for layout in layouts)
+    return plain / max(layout.shared_block_bytes(scratch_share) for layout in layouts)

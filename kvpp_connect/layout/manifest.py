@@ -6,13 +6,32 @@ belong to another layer.
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from kvpp_connect.errors import LayoutError
 from kvpp_connect.layout.placement import GroupLayout
 
-WIRE_SCHEMA = 1
-"""Version of these documents. 1: first one."""
+WIRE_SCHEMA = 2
+"""Version of these documents. 1: first one. 2: a dtype per component, token shards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenShard:
+    """Which tokens of a request one rank keeps, under decode context parallelism (DCP).
+
+    Runs of ``interleave_tokens`` tokens go to the ``count`` ranks in turn; without DCP a rank
+    keeps all.
+    """
+
+    index: int = 0
+    count: int = 1
+    interleave_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.index < self.count or self.interleave_tokens < 1:
+            raise LayoutError(
+                f"token shard {self.index} of {self.count} with runs of {self.interleave_tokens}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +39,8 @@ class ComponentAddress:
     """Where one cache component of one rank can be read.
 
     Block ``b`` is the ``page_bytes`` bytes from ``address + b * block_stride_bytes``. Where tokens
-    lie one after the other inside a block, ``token_bytes`` is their size, else 0.
+    lie one after the other inside a block, ``token_bytes`` is their size, else 0: such a block
+    can be copied as a whole only.
     """
 
     layer_name: str
@@ -28,6 +48,7 @@ class ComponentAddress:
     page_bytes: int
     block_stride_bytes: int
     token_bytes: int
+    dtype: str
 
     def __post_init__(self) -> None:
         if not 0 < self.page_bytes <= self.block_stride_bytes:
@@ -48,31 +69,42 @@ class RankManifest:
     rank_in_group: int
     session: str
     components: tuple[ComponentAddress, ...]
+    shard: TokenShard = field(default_factory=TokenShard)
+
+    @property
+    def name(self) -> str:
+        """The rank in messages."""
+        return f"pp{self.pp_rank}/rank{self.rank_in_group}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineManifest:
-    """Everything that a peer needs to read this engine's caches.
+class GroupManifest:
+    """What the ranks of one KVPP group hold.
 
-    ``block_tokens`` is the number of tokens in a block of the block ids that requests carry;
+    ``block_tokens`` is the number of tokens that one block holds on one rank. A block id of a
+    request stands for that many times ``shard.count`` tokens.
+    """
+
+    num_blocks: int
+    block_tokens: int
+    ranks: tuple[RankManifest, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineManifest(GroupManifest):
+    """Everything that a peer needs to read this engine's caches, over all pipeline stages.
+
     ``incarnation`` differs between two starts of the same ``engine_id``.
     """
 
     engine_id: str
     incarnation: str
-    block_tokens: int
-    num_blocks: int
-    cache_dtype: str
-    ranks: tuple[RankManifest, ...]
     schema: int = WIRE_SCHEMA
 
-    def holders(self) -> dict[str, tuple[RankManifest, ...]]:
-        """Ranks that hold each layer, by layer name, in (stage, rank in group) order."""
-        found: dict[str, list[RankManifest]] = {}
-        for rank in sorted(self.ranks, key=lambda r: (r.pp_rank, r.rank_in_group)):
-            for component in rank.components:
-                found.setdefault(component.layer_name, []).append(rank)
-        return {name: tuple(ranks) for name, ranks in found.items()}
+    @property
+    def request_block_tokens(self) -> int:
+        """Tokens of a request for which one of its block ids stands."""
+        return self.block_tokens * max((rank.shard.count for rank in self.ranks), default=1)
 
 
 def layout_digest(layout: GroupLayout) -> str:

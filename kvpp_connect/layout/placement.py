@@ -32,6 +32,17 @@ def align_up(value: int, alignment: int) -> int:
     return -(-value // alignment) * alignment
 
 
+def running_obstacle(stage: StageLayers) -> str:
+    """Why a slot for running requests cannot hold a stage's layers; empty if it can."""
+    most = max((len(bundle.components) for bundle in stage.targets), default=0)
+    if most <= MAX_RUNNING_COMPONENTS:
+        return ""
+    return (
+        f"a layer has {most} cache components, the blocks of at most {MAX_RUNNING_COMPONENTS} form "
+        "one range"
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class GroupLayout:
     """The plan of one KVPP group: the same object on every rank, whatever its memory.
@@ -55,12 +66,9 @@ class GroupLayout:
         strangers = [owner for owner in self.owners if not 0 <= owner < self.group_size]
         if strangers:
             raise LayoutError(f"owners {strangers} are outside a group of {self.group_size} ranks")
-        most = max((len(bundle.components) for bundle in self.stage.targets), default=0)
-        if not self.mirrors_layers and most > MAX_RUNNING_COMPONENTS:
-            raise LayoutError(
-                f"compact mode: a layer has {most} cache components, the blocks of at most "
-                f"{MAX_RUNNING_COMPONENTS} form one range. Set kvpp.mode to full"
-            )
+        obstacle = "" if self.mirrors_layers else running_obstacle(self.stage)
+        if obstacle:
+            raise LayoutError(f"compact mode: {obstacle}. Set kvpp.mode to full")
 
     @property
     def mirrors_layers(self) -> bool:
@@ -104,6 +112,23 @@ class GroupLayout:
         """Bytes of one scratch slot: the largest target bundle, 0 without target layers."""
         blocks = self.scratch.blocks(num_blocks)
         return max((self.bundle_bytes(b, blocks) for b in self.stage.targets), default=0)
+
+    @property
+    def fullest_rank_bytes(self) -> int:
+        """Bytes of one block of the bundles and drafts of the rank that holds most."""
+        owned = [0] * self.group_size
+        for bundle, owner in zip(self.stage.targets, self.owners, strict=True):
+            owned[owner] += bundle.page_bytes
+        return max(owned) + sum(component.page_bytes for component in self.stage.drafts)
+
+    def shared_block_bytes(self, scratch_share: float) -> float:
+        """Bytes that one block costs the fullest rank, its part of scratch included.
+
+        Args:
+            scratch_share: blocks of a scratch slot over all blocks, 1 in ``full`` mode.
+        """
+        slots = NUM_SCRATCH_SLOTS * scratch_share
+        return self.fullest_rank_bytes + slots * self.stage.largest_target_bytes
 
     def _view_end(self, num_blocks: int) -> int:
         """Where the views of all blocks end that vLLM makes of layers in the last scratch slot."""

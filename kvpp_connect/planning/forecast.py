@@ -13,11 +13,11 @@ from kvpp_connect.layout import (
     GroupLayout,
     ScratchSize,
     StageLayers,
-    plan_budget,
+    capacity_by_bytes,
+    group_blocks,
     plan_group,
     running_scratch,
 )
-from kvpp_connect.layout.placement import NUM_SCRATCH_SLOTS
 
 Variant = Literal["plain", "dcp", "full", "compact"]
 _MOST_GROUP_RANKS = 256
@@ -112,7 +112,7 @@ def kvpp_capacity(
         for stage in stages
     )
     try:
-        blocks = min(_fitting_blocks(layout, settings.memory_bytes) for layout in layouts)
+        blocks = min(group_blocks(layout, settings.memory_bytes) for layout in layouts)
         problem = ""
     except LayoutError as error:
         blocks, problem = 0, str(error)
@@ -123,26 +123,12 @@ def kvpp_capacity(
         blocks,
         block_tokens,
         settings,
-        block_bytes=max(_block_bytes(layout, variant) for layout in layouts),
+        block_bytes=max(int(layout.shared_block_bytes(variant == "full")) for layout in layouts),
         scratch_blocks=scratch_blocks,
-        formula=ratio_by_formula(layouts, share),
+        formula=capacity_by_bytes(layouts, share),
         problem=problem,
     )
     return capacity, layouts
-
-
-def ratio_by_formula(layouts: tuple[GroupLayout, ...], scratch_share: float) -> float:
-    """Capacity over plain in bytes: all layers over the fullest rank's share and its scratch.
-
-    For equal layers without drafts it is ``layout.capacity_ratio``, ``L / (ceil(L/K) + 2f)``.
-    """
-    plain = max(layout.stage.plain_page_bytes for layout in layouts)
-    shared = max(
-        _most_persistent(layout)
-        + NUM_SCRATCH_SLOTS * scratch_share * layout.stage.largest_target_bytes
-        for layout in layouts
-    )
-    return plain / shared
 
 
 def owned_layers(layout: GroupLayout) -> tuple[int, ...]:
@@ -159,33 +145,6 @@ def _scratch(variant: str, block_tokens: int, settings: ServerSettings) -> Scrat
         max_requests=settings.max_requests,
         running_tokens=settings.running_tokens,
     )
-
-
-def _fitting_blocks(layout: GroupLayout, memory_bytes: int) -> int:
-    """Blocks of the fullest rank. Ranks that own the same sizes are asked once."""
-    ranks: dict[tuple[int, ...], int] = {}
-    for rank in range(layout.group_size):
-        owned = tuple(
-            component.page_bytes
-            for bundle, owner in zip(layout.stage.targets, layout.owners, strict=True)
-            if owner == rank
-            for component in bundle.components
-        )
-        ranks.setdefault(owned, rank)
-    return min(plan_budget(layout, rank, memory_bytes, 1).num_blocks for rank in ranks.values())
-
-
-def _most_persistent(layout: GroupLayout) -> int:
-    """Bytes of one block of the bundles and drafts of the rank that holds most."""
-    owned = [0] * layout.group_size
-    for bundle, owner in zip(layout.stage.targets, layout.owners, strict=True):
-        owned[owner] += bundle.page_bytes
-    return max(owned) + sum(component.page_bytes for component in layout.stage.drafts)
-
-
-def _block_bytes(layout: GroupLayout, variant: str) -> int:
-    slots = NUM_SCRATCH_SLOTS if variant == "full" else 0
-    return _most_persistent(layout) + slots * layout.stage.largest_target_bytes
 
 
 def _capacity(

@@ -3,7 +3,14 @@
 from dataclasses import dataclass
 
 import torch.distributed as dist
-from vllm.distributed.parallel_state import get_pcp_group, get_pp_group, get_tp_group
+from vllm.distributed.parallel_state import (
+    get_dcp_group,
+    get_pcp_group,
+    get_pp_group,
+    get_tp_group,
+)
+
+from kvpp_connect.layout import TokenShard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +29,14 @@ def group_info() -> GroupInfo:
         pp_rank=get_pp_group().rank_in_group,
         rank_in_group=pcp.rank_in_group * tp.world_size + tp.rank_in_group,
         group_size=tp.world_size * pcp.world_size,
+    )
+
+
+def token_shard(interleave_tokens: int) -> TokenShard:
+    """Which tokens this process keeps in its caches under decode context parallelism."""
+    group = get_dcp_group()
+    return TokenShard(
+        index=group.rank_in_group, count=group.world_size, interleave_tokens=interleave_tokens
     )
 
 

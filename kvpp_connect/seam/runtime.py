@@ -16,11 +16,11 @@ from kvpp_connect.config import KvppConfig
 from kvpp_connect.errors import LayoutError, SeamError
 from kvpp_connect.layout import (
     GroupLayout,
-    RankBudget,
     RankPlacement,
     ScratchSize,
     StageLayers,
-    capacity_ratio,
+    capacity_by_bytes,
+    group_blocks,
     layout_digest,
     place_rank,
     plan_budget,
@@ -92,17 +92,15 @@ class KvppRuntime:
         )
         self._memory_bytes = memory_bytes
         if self._group.rank_in_group == 0:
-            self._announce(budget)
+            self._announce(memory_bytes, budget.plain_blocks)
         return budget.logical_bytes
 
-    def _announce(self, budget: RankBudget) -> None:
+    def _announce(self, memory_bytes: int, plain_blocks: int) -> None:
         layout = self._layout
-        num_layers, num_drafts = len(layout.stage.targets), len(layout.stage.drafts)
-        blocks = budget.num_blocks
+        blocks = group_blocks(layout, memory_bytes)
         scratch_blocks = layout.scratch.blocks(blocks)
-        formula = capacity_ratio(num_layers, layout.group_size, scratch_blocks / blocks, num_drafts)
         note = ""
-        if budget.capacity_ratio < 1:
+        if blocks < plain_blocks:
             note = "; LESS than without KVPP: too few layers for the scratch"
         logger.info(
             "KVPP %s: stage %d, %d target layers over %d ranks, owned per rank %s, %d draft "
@@ -110,14 +108,14 @@ class KvppRuntime:
             "scratch slots of %d blocks%s",
             self._config.mode,
             self._group.pp_rank,
-            num_layers,
+            len(layout.stage.targets),
             layout.group_size,
             [layout.owners.count(rank) for rank in range(self._group.group_size)],
-            num_drafts,
+            len(layout.stage.drafts),
             blocks,
-            budget.plain_blocks,
-            budget.capacity_ratio,
-            formula,
+            plain_blocks,
+            blocks / max(plain_blocks, 1),
+            capacity_by_bytes([layout], scratch_blocks / blocks),
             scratch_blocks,
             note,
         )

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Literal
 
 from kvpp_connect.config import KvppConfig
 from kvpp_connect.errors import ConfigError
-from kvpp_connect.layout import FullScratch, ScratchSize, running_scratch
+from kvpp_connect.layout import (
+    FullScratch,
+    ScratchSize,
+    StageLayers,
+    running_obstacle,
+    running_scratch,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -97,6 +103,26 @@ def scratch_size(vllm_config: "VllmConfig", config: KvppConfig) -> ScratchSize:
         max_requests=vllm_config.scheduler_config.max_num_seqs,
         running_tokens=config.running_tokens,
     )
+
+
+def settle_mode(
+    vllm_config: "VllmConfig", config: KvppConfig, stage: StageLayers
+) -> tuple[ModeChoice, ScratchSize]:
+    """The mode and scratch of one stage's workers, who know their layers.
+
+    The scheduler does not: it goes on holding requests to the blocks of compact's scratch.
+
+    Raises:
+        ConfigError: compact was asked for and cannot be had.
+    """
+    choice = choose_mode(vllm_config, config)
+    obstacle = running_obstacle(stage)
+    if choice.mode == "full" or not obstacle:
+        return choice, scratch_size(vllm_config, config)
+    if config.mode == "compact":
+        raise ConfigError(f"enable_kvpp: kvpp.mode compact is not possible: {obstacle}")
+    kept = "running requests are held to compact's share of the blocks, kvpp.mode full lifts that"
+    return ModeChoice("full", f"{obstacle}; {kept}"), FullScratch()
 
 
 def check_supported(vllm_config: "VllmConfig") -> None:

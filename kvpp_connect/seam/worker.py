@@ -10,7 +10,7 @@ from kvpp_connect.platforms.base import select_platform
 from kvpp_connect.seam.drafts import draft_cache_names
 from kvpp_connect.seam.groups import group_info
 from kvpp_connect.seam.runtime import KvppRuntime
-from kvpp_connect.seam.settings import choose_mode, scratch_size
+from kvpp_connect.seam.settings import settle_mode
 from kvpp_connect.seam.specs import planner_block_bytes, stage_from_specs
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ class KvppWorkerMixin:
             platform = select_platform(self.vllm_config.device_config.device_type)
             specs = self.get_kv_cache_spec()  # type: ignore[attr-defined]
             stage = stage_from_specs(specs, draft_cache_names(self.model_runner))
-            scratch = scratch_size(self.vllm_config, config)
+            choice, scratch = settle_mode(self.vllm_config, config, stage)
             block_bytes = planner_block_bytes(self.vllm_config, specs)
-            choice, group = choose_mode(self.vllm_config, config), group_info()
+            group = group_info()
             if choice.reason and group.pp_rank == group.rank_in_group == 0:
                 logger.info("KVPP full instead of compact: %s", choice.reason)
             settled = replace(config, mode=choice.mode)

@@ -11,10 +11,10 @@ from kvpp_connect.bench import plots
 from kvpp_connect.bench.broadcast import (
     BroadcastReport,
     SizeSpeed,
-    Spread,
     TransportSpeed,
     measure_broadcast,
 )
+from kvpp_connect.bench.rounds import Spread
 from kvpp_connect.bench.traffic import BLOCK_BYTES, BLOCKS, LAYERS, REQUESTS, StepBytes
 from kvpp_connect.cli import main as cli
 

@@ -268,8 +268,10 @@ class SimulatedTransport:
         self._rank = rank
         self._count = 0
 
-    def start(self, data, source_rank):
+    def start(self, data, source_rank, gather=None):
         device = self._device
+        if gather is not None:
+            gather.into(data)
         number, self._count = self._count, self._count + 1
         passing = self._wire.passing(number, source_rank, data.numel())
         mark = device.queue("mark", lambda: None)
@@ -313,8 +315,8 @@ class HostBlocking:
     def __init__(self, transport):
         self._transport = transport
 
-    def start(self, data, source_rank):
-        return _BlockingPending(self._transport.start(data, source_rank))
+    def start(self, data, source_rank, gather=None):
+        return _BlockingPending(self._transport.start(data, source_rank, gather))
 
 
 class _BlockingPending:

@@ -3,92 +3,145 @@
 import os
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvpp_connect.broadcast.links import DONE, READY, Link, Staging
+from kvpp_connect.broadcast.links import COUNTERS_BYTES, Bell, Link, Staging
 from kvpp_connect.errors import PeerError
+
+LIMIT_S = 0.2
+
+
+def never():
+    return False
 
 
 @pytest.fixture
 def staging():
     descriptor = os.memfd_create("test")
-    os.ftruncate(descriptor, 4096)
+    os.ftruncate(descriptor, COUNTERS_BYTES + 4096)
     yield Staging(descriptor, 4096)
     os.close(descriptor)
 
 
 @pytest.fixture
-def pair(staging):
-    """A link to rank 3, and the other end."""
-    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    link = Link(3, near, staging, 0.2)
-    yield link, far
-    link.close()
-    far.close()
+def connect(staging):
+    """Makes links from rank 0 to rank 3 and back, with one memory."""
+    made = []
 
+    def pair(spin_s=0.0, limit_s=LIMIT_S):
+        sockets = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = Bell.make(), Bell.make()
+        bells = [(ours, Bell(os.dup(theirs.descriptor))), (theirs, Bell(os.dup(ours.descriptor)))]
+        links = [
+            Link(rank, end, staging, both, limit_s, spin_s)
+            for rank, end, both in zip((3, 0), sockets, bells, strict=True)
+        ]
+        made.extend(links)
+        return links
 
-@pytest.fixture
-def links(staging):
-    """Links from rank 0 to rank 3 and back."""
-    sockets = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    made = [Link(rank, end, staging, 0.2) for rank, end in zip((3, 0), sockets, strict=True)]
-    yield made
+    yield pair
     for link in made:
         link.close()
 
 
-def test_each_kind_arrives_in_its_own_order(links):
-    ours, theirs = links
-    for kind, label in ((READY, b"1"), (DONE, b"2"), (READY, b"3"), (DONE, b"4")):
-        theirs.send(kind, label)
-    assert [ours.receive(DONE), ours.receive(DONE)] == [b"2", b"4"]
-    assert [ours.receive(READY), ours.receive(READY)] == [b"1", b"3"]
-    assert ours.poll(READY) is None
+@pytest.fixture
+def links(connect):
+    return connect()
 
 
-def test_a_peer_that_is_gone_is_named_after_all_that_it_said(links):
+@pytest.mark.parametrize("spin_s", [0.0, 0.05])
+def test_a_counter_that_has_changed_is_seen_before_and_after_going_to_sleep(connect, spin_s):
+    ours, theirs = connect(spin_s, limit_s=30)
+    words = ours.staging.words
+
+    def count(after_s):
+        time.sleep(after_s)
+        words[0] += 1
+        theirs.ring()
+
+    with ThreadPoolExecutor(1) as pool:
+        for number, after_s in enumerate([0, 0, 0.001, 0.2] * 5):
+            pool.submit(count, after_s)
+            ours.wait(lambda number=number: words[0] > number)
+    assert words[0] == 20
+
+
+def test_rings_on_account_of_others_do_not_end_the_wait(links):
     ours, theirs = links
-    ours.send(READY, b"never read")  # the kernel says "connection reset" on account of it
-    theirs.send(READY, b"last")
+    for _ in range(3):
+        theirs.ring()
+    with pytest.raises(PeerError, match="silent"):
+        ours.wait(never)
+
+
+def test_a_peer_that_is_gone_is_named_after_all_that_it_counted(links):
+    ours, theirs = links
+    ours.ring()  # never heard
+    ours.staging.words[0] = 1
     theirs.close()
-    assert ours.receive(READY) == b"last"
-    with pytest.raises(PeerError, match=r"^rank 3 of the KVPP group is gone$"):
-        ours.receive(READY)
-    with pytest.raises(PeerError, match=r"^rank 3 of the KVPP group is gone$"):
-        ours.poll(READY)
+    ours.wait(lambda: ours.staging.words[0] > 0)
+    for _ in range(2):
+        with pytest.raises(PeerError, match=r"^rank 3 of the KVPP group is gone$"):
+            ours.wait(never)
 
 
-def test_sending_to_a_peer_that_is_gone_is_an_error_and_answering_is_not(links):
+def test_a_peer_that_is_gone_is_noticed_long_before_the_limit(connect):
+    ours, theirs = connect(limit_s=60)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: (time.sleep(0.1), theirs.close()))
+        started = time.monotonic()
+        with pytest.raises(PeerError, match="gone"):
+            ours.wait(never)
+    assert time.monotonic() - started < 5
+
+
+def test_ringing_a_peer_that_is_gone_is_no_error(links):
     ours, theirs = links
     theirs.close()
-    ours.answer(DONE)
-    with pytest.raises(PeerError, match=r"rank 3 of the KVPP group is gone"):
-        ours.send(READY, b"1")
+    ours.ring()
 
 
-def test_a_peer_that_gives_up_says_why_to_who_receives_and_to_who_sends(staging):
-    for act in (lambda link: link.receive(READY), lambda link: link.send(READY, b"1")):
-        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        link = Link(3, near, staging, 0.2)
-        Link(0, far, staging, 0.2).close("rank 2 has burnt down")
+def test_a_peer_that_gives_up_says_why(links):
+    ours, theirs = links
+    theirs.close("rank 2 has burnt down")
+    for _ in range(2):
         with pytest.raises(PeerError, match=r"^rank 2 has burnt down$"):
-            act(link)
-        link.close()
+            ours.wait(never)
+
+
+def test_the_reason_is_kept_while_there_is_something_left_to_read(links):
+    ours, theirs = links
+    theirs.close("rank 2 has burnt down")
+    looks = iter([False, True, False, False])
+    ours.wait(lambda: next(looks))
+    with pytest.raises(PeerError, match=r"^rank 2 has burnt down$"):
+        ours.wait(lambda: next(looks))
+
+
+def test_two_ranks_that_give_up_at_once_read_each_others_reason(staging):
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    link = Link(3, near, staging, (Bell.make(), Bell.make()), LIMIT_S)
+    near.send(b"never read")  # the kernel says "connection reset" on account of it
+    far.send(b"rank 2 has burnt down")
+    far.close()
+    with pytest.raises(PeerError, match=r"^rank 2 has burnt down$"):
+        link.wait(never)
+    link.close()
 
 
 def test_a_reason_of_any_length_and_script_arrives(links):
     ours, theirs = links
     theirs.close("\N{SNOWMAN}" * 1000)
     with pytest.raises(PeerError, match="\N{SNOWMAN}" * 100):
-        ours.receive(READY)
+        ours.wait(never)
 
 
-def test_a_silent_peer_is_an_error_after_the_limit_and_no_sooner(pair):
-    link, _ = pair
+def test_a_silent_peer_is_an_error_after_the_limit_and_no_sooner(links):
     started = time.monotonic()
     with pytest.raises(PeerError, match=r"^rank 3 of the KVPP group has been silent for 0\.2 s$"):
-        link.receive(READY)
+        links[0].wait(never)
     assert 0.19 < time.monotonic() - started < 2
 
 
@@ -103,22 +156,10 @@ def test_a_silent_peer_may_still_say_why_in_the_time_of_grace(links):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("kvpp_connect.broadcast.links.time.sleep", late)
         with pytest.raises(PeerError, match=r"^rank 2 has been silent$"):
-            ours.receive(READY, grace_s=1.5)
+            ours.wait(never, grace_s=1.5)
     assert reads == [1.5]
 
 
-def test_a_peer_that_reads_nothing_runs_into_the_limit(pair):
-    link, _ = pair
-
-    def send_on():
-        for _ in range(100_000):
-            link.send(READY, b"x" * 100)
-
-    with pytest.raises(PeerError, match="rank 3 of the KVPP group has been silent"):
-        send_on()
-
-
-def test_closing_again_does_nothing(pair):
-    link, _ = pair
-    link.close()
-    link.close("twice")
+def test_closing_again_does_nothing(links):
+    links[0].close()
+    links[0].close("twice")

@@ -71,7 +71,9 @@ class _RankTransport:
     rank: int
     numbers: itertools.count
 
-    def start(self, data, source_rank):
+    def start(self, data, source_rank, gather=None):
+        if gather is not None:
+            gather.into(data)
         number = next(self.numbers)
         self.lockstep.start(number, self.rank, data, source_rank)
         return _Pending(self.lockstep, number, source_rank)

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from kvpp_connect.broadcast.meeting import NotOneMachineError
+from kvpp_connect.broadcast.pages import PageGather
 from kvpp_connect.broadcast.shared_memory import (
     CHUNK_BYTES,
     CHUNKS,
-    CHUNKS_PER_DONE,
     SharedMemoryBroadcast,
 )
 from kvpp_connect.errors import PeerError
@@ -107,7 +107,7 @@ def test_room_comes_back_when_it_has_been_read_and_not_before(connect, read):
 
     with pytest.raises(PeerError, match="rank 1 of the KVPP group has been silent"):
         send_on()
-    assert sent == CHUNKS + read // CHUNKS_PER_DONE * CHUNKS_PER_DONE
+    assert sent == CHUNKS + read
     for number in range(read, sent):
         assert torch.equal(receive(peer, 0), payload(number))
 
@@ -131,6 +131,39 @@ def test_a_broadcast_that_nobody_has_waited_for_is_completed_by_the_next_one(con
     other.start(payload(2, 10), 1)
     assert torch.equal(data, payload(1, 10))
     assert torch.equal(receive(one, 1, 10), payload(2, 10))
+
+
+@pytest.mark.parametrize("page_bytes", [(36_864,), (36_864, 132), (1000, CHUNK_BYTES)])
+@pytest.mark.parametrize("active", [1, 40, 300])
+def test_pages_are_gathered_in_the_ring_and_arrive_as_one_range(connect, page_bytes, active):
+    owner, peer = connect(2)
+    caches, ids = make_caches(page_bytes, 320), torch.arange(320)[-active:]
+    expected = torch.cat([cache[ids].flatten() for cache in caches])
+    data = torch.full_like(expected, 99)
+    pending = owner.start(data, 0, PageGather(caches, ids))
+    with ThreadPoolExecutor(1) as pool:
+        received = pool.submit(receive, peer, 0, len(expected))
+        pending.wait()
+        assert torch.equal(received.result(10), expected)
+    assert data.unique().tolist() == [99], "the owner does without the slot"
+
+
+def test_pages_larger_than_a_chunk_are_gathered_where_the_bytes_belong(connect):
+    owner, peer = connect(2)
+    caches, ids = make_caches((4, CHUNK_BYTES + 4), 6), torch.tensor([1, 4])
+    expected = torch.cat([cache[ids].flatten() for cache in caches])
+    data = torch.full_like(expected, 99)
+    owner.start(data, 0, PageGather(caches, ids)).wait()
+    assert torch.equal(receive(peer, 0, len(expected)), expected)
+    assert torch.equal(data, expected)
+
+
+def make_caches(page_bytes, blocks):
+    generator = torch.Generator().manual_seed(0)
+    return [
+        torch.randint(0, 90, (blocks, size), dtype=torch.uint8, generator=generator)
+        for size in page_bytes
+    ]
 
 
 def test_waiting_again_does_nothing(connect):
@@ -158,10 +191,13 @@ def test_what_a_rank_sent_before_it_left_can_be_read_and_then_it_is_gone(connect
 def test_the_first_rank_that_fails_is_named_by_all(connect):
     ranks = connect(4)
     ranks[3].close()
-    with pytest.raises(PeerError):
+    for number in range(CHUNKS):
+        ranks[0].start(payload(number), 0).wait()
+        for rank in (1, 2):
+            assert torch.equal(receive(ranks[rank], 0), payload(number))
+    with pytest.raises(PeerError, match=r"^rank 3 of the KVPP group is gone$"):
         ranks[0].start(payload(1), 0).wait()
     for rank in (1, 2):
-        assert torch.equal(receive(ranks[rank], 0), payload(1))
         with pytest.raises(PeerError, match=r"^rank 3 of the KVPP group is gone$"):
             receive(ranks[rank], 0)
     with pytest.raises(PeerError, match=r"^rank 3 of the KVPP group is gone$"):

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from kvpp_connect.broadcast import meeting
+from kvpp_connect.broadcast import meeting, transports
 from kvpp_connect.broadcast.collective import TorchBroadcast
+from kvpp_connect.broadcast.pages import PageGather
 from kvpp_connect.broadcast.shared_memory import CHUNK_BYTES, CHUNKS, SharedMemoryBroadcast
 from kvpp_connect.broadcast.transports import create_transport
 from kvpp_connect.errors import ConfigError, PeerError
@@ -90,6 +91,27 @@ def test_every_byte_arrives_from_every_owner_in_every_size(spawn, free_port, tra
     """Groups of 8, 4, 3 and 2 ranks, several of them side by side."""
     ranks = [spawn(run_all_owners_and_sizes, transport, rank, free_port) for rank in range(8)]
     assert [rank.get(110) for rank in ranks] == ["right"] * 8
+
+
+def run_gathers(pipe, wanted, rank, port):
+    meet(rank, 3, port)
+    transport, _ = connect(wanted, ((0, 1, 2),))
+    for owner, (blocks, pages) in enumerate([(9, [64]), (400, [9216, 132]), (3, [5, RING])]):
+        ids = torch.arange(0, blocks, 2)
+        caches = [contents(size, blocks * size).view(blocks, size) for size in pages]
+        expected = torch.cat([cache[ids].flatten() for cache in caches])
+        data = torch.full_like(expected, 255)
+        gather = PageGather(caches, ids) if rank == owner else None
+        transport.start(data, owner, gather).wait()
+        assert rank == owner or torch.equal(data, expected), (rank, owner)
+    pipe.send("right")
+    dist.barrier()
+
+
+@every_transport
+def test_pages_that_the_owner_collects_arrive_as_one_range(spawn, free_port, transport):
+    ranks = [spawn(run_gathers, transport, rank, free_port) for rank in range(3)]
+    assert [rank.get(60) for rank in ranks] == ["right"] * 3
 
 
 def run_one_ahead(pipe, wanted, rank, port, world, late_rank):
@@ -233,6 +255,8 @@ def run_apart(pipe, wanted, rank, port, obstacle):
         meeting.machine_id = lambda: "elsewhere"
     if rank == 1 and obstacle == "network":
         unshare_network()
+    if obstacle == "processor":
+        transports.machine = lambda: "aarch64"
     try:
         transport, _ = connect(wanted, ((0, 1, 2),), timeout_s=5)
     except ConfigError as error:
@@ -243,8 +267,8 @@ def run_apart(pipe, wanted, rank, port, obstacle):
     dist.barrier()
 
 
-@pytest.mark.parametrize("obstacle", ["machine", "network"])
-def test_ranks_apart_all_take_the_collective(spawn, free_port, obstacle):
+@pytest.mark.parametrize("obstacle", ["machine", "network", "processor"])
+def test_ranks_that_cannot_share_memory_all_take_the_collective(spawn, free_port, obstacle):
     ranks = [spawn(run_apart, "auto", rank, free_port, obstacle) for rank in range(3)]
     assert [rank.get() for rank in ranks] == ["TorchBroadcast"] * 3
 

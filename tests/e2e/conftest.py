@@ -1,4 +1,8 @@
-"""Servers shared by the e2e tests; each start costs half a minute."""
+"""Servers shared by the e2e tests.
+
+They fork their processes, which makes a start several times shorter; `kvpp demo` and the test
+model's own server start as users start them.
+"""
 
 import os
 import random
@@ -65,7 +69,7 @@ def describe(model):
             max_requests=4,
             additional_config={"enable_kvpp": True, "kvpp": kvpp} if kvpp is not None else None,
             kv_transfer_config=kv,
-            env=with_equipment(chunked=1, **dict.fromkeys(switches, 1)),
+            env=with_equipment(chunked=1, fork=1, **dict.fromkeys(switches, 1)),
             extra_args=("--max-num-batched-tokens", "128", *args),
         )
 

@@ -23,7 +23,12 @@ RUNNING_TOKENS = 70 * 16
 
 
 def speculation(tokens):
-    config = {"method": "mtp", "num_speculative_tokens": tokens}
+    # The proposer chooses a backend of its own: where the CPU has AMX, one without float32.
+    config = {
+        "method": "mtp",
+        "num_speculative_tokens": tokens,
+        "attention_backend": "CPU_MLA",
+    }
     return ("--speculative-config", json.dumps(config))
 
 

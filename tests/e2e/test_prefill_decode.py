@@ -59,21 +59,24 @@ def fresh(prompt, number):
     return [5 + number, *prompt[1:]]
 
 
-@pytest.mark.parametrize(("name", "copies"), [("d1", 1), ("d2", 2)])
-def test_the_tokens_are_those_of_plain_vllm_and_each_rank_pulls_the_prompt_once(
-    nodes, name, copies, prompts, plain_tokens
+PULLED = ("pull_bytes", "pull_peer_bytes", "pull_tokens", "pull_failures")
+
+
+@pytest.mark.parametrize(("name", "other_ranks"), [("d1", 0), ("d2", 1)])
+def test_the_tokens_are_those_of_plain_vllm_and_each_byte_leaves_p_once(
+    nodes, name, other_ranks, prompts, plain_tokens
 ):
     d = nodes[name]
-    before = count(d, "pull_bytes", "pull_tokens", "pull_failures")
+    before = count(d, *PULLED)
     for prompt, expected in zip(prompts, plain_tokens, strict=True):
         assert decode(d, prompt, prefill(nodes["p"], prompt)) == expected
     # The first prompt leaves its 300 common tokens in D's prefix cache: 18 whole blocks.
     tokens = sum(len(p) for p in prompts) - 288 * (len(prompts) - 1)
 
-    expected = [tokens * TOKEN_BYTES * copies, tokens, 0]
+    expected = [tokens * TOKEN_BYTES, tokens * TOKEN_BYTES * other_ranks, tokens, 0]
 
     def difference():
-        now = count(d, "pull_bytes", "pull_tokens", "pull_failures")
+        now = count(d, *PULLED)
         return [a - b for a, b in zip(now, before, strict=True)]
 
     # Each rank reports its pulls when it next steps.

@@ -5,15 +5,17 @@ the test equipment; the model, the indexer op and the cache specs are vLLM's.
 """
 
 import random
+from dataclasses import replace
 
 import pytest
 from builders import bundle_stage
-from e2e_tools import continue_all
+from e2e_tools import continue_all, wait_for
 from forecast_tools import forecast
 from sparse_model import INDEX_DIM, INDEX_TOPK, PATTERN, write_sparse_checkpoint
 
 from kvpp_connect.demo.logs import kv_cache_size, read_log
-from kvpp_connect.layout import plan_group, running_scratch
+from kvpp_connect.errors import PeerError
+from kvpp_connect.layout import capacity_by_bytes, plan_group, running_scratch
 from kvpp_connect.layout.budget import fitting_blocks
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -22,13 +24,17 @@ BLOCK_TOKENS = 64
 MEMORY = 60_000_000
 MAIN_PAGE, INDEX_PAGE = BLOCK_TOKENS * 576 * 4, BLOCK_TOKENS * (INDEX_DIM + 4)
 LONG = 70  # tokens
-# Name of the server: KVPP's options, switches of the equipment.
+# For running requests on the tiny servers: one of 1,024 tokens, and not four with long answers.
+TINY_BLOCKS = 17
+# Name of the server: KVPP's options, switches of the equipment. The one called compact is compiled.
 SERVERS = {
     "plain": (None, ()),
     "full": ({"mode": "full"}, ("late",)),
     "compact": ({"mode": "compact"}, ("async",)),
     "silent": ({"mode": "full"}, ("no_broadcast",)),
     "keyless": ({"mode": "compact"}, ("no_index_keys",)),
+    "tiny-full": ({"mode": "full"}, ()),
+    "tiny-compact": ({"mode": "compact", "running_tokens": TINY_BLOCKS * BLOCK_TOKENS}, ()),
 }
 MODES = pytest.mark.parametrize("mode", ["full", "compact"])
 
@@ -40,6 +46,8 @@ def sparse_model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def servers(describe, run_servers, sparse_model):
+    block_zero = 1  # vLLM's own, which holds no tokens
+    tiny_bytes = max(sparse_layout().rank_bytes(rank, TINY_BLOCKS + block_zero) for rank in (0, 1))
 
     def server(name):
         kvpp, switches = SERVERS[name]
@@ -47,9 +55,10 @@ def servers(describe, run_servers, sparse_model):
             f"sparse-{name}",
             2,
             kvpp=kvpp,
-            switches=("sparse", "fork", *switches),
+            switches=("sparse", *switches),
             args=("--tokenizer-mode", "hf"),
-            cache_bytes=MEMORY,
+            cache_bytes=tiny_bytes if name == "tiny-full" else MEMORY,
+            compiled=name == "compact",
             model=sparse_model,
         )
 
@@ -66,6 +75,11 @@ def clients(servers):
 def expected(clients, prompts):
     """What plain vLLM on two ranks answers, one prompt after the other."""
     return continue_all(clients["plain"], prompts, concurrency=1)
+
+
+def sparse_layout(scratch=None):
+    stage = bundle_stage([[MAIN_PAGE, INDEX_PAGE] if k == "F" else [MAIN_PAGE] for k in PATTERN])
+    return plan_group(stage, 2, 64, scratch)
 
 
 def decode_side_by_side(client):
@@ -110,17 +124,39 @@ def test_long_decodes_side_by_side_give_the_tokens_of_plain_vllm(clients, mode, 
 
 
 @MODES
+def test_preemption_for_want_of_blocks_gives_the_tokens_of_plain_vllm(clients, mode, expected_long):
+    client, preemptions = clients[f"tiny-{mode}"], "vllm:num_preemptions_total"
+    assert decode_side_by_side(client) == expected_long
+    assert client.counters([preemptions])[preemptions] > 0
+
+
+@MODES
+def test_an_abort_in_the_middle_leaves_the_others_right(clients, mode, prompts, expected):
+    client, running = clients[f"tiny-{mode}"], "vllm:num_requests_running"
+    hasty = replace(client, timeout_s=1.0)
+    with pytest.raises(PeerError, match="did not answer within 1 s"):
+        hasty.complete(prompts[2], max_tokens=350)
+    assert continue_all(client, prompts) == expected
+    wait_for(lambda: client.counters([running])[running] == 0)
+
+
+@MODES
 def test_the_cache_holds_as_many_tokens_as_the_plan_says(clients, servers, sparse_model, mode):
     scratch = running_scratch(
         block_tokens=BLOCK_TOKENS, max_model_tokens=1024, max_requests=4, running_tokens=None
     )
-    stage = bundle_stage([[MAIN_PAGE, INDEX_PAGE] if k == "F" else [MAIN_PAGE] for k in PATTERN])
-    layout = plan_group(stage, 2, 64, scratch if mode == "compact" else None)
+    layout = sparse_layout(scratch if mode == "compact" else None)
     blocks = min(fitting_blocks(layout, rank, MEMORY) for rank in (0, 1))
     log = read_log(servers.logs[f"sparse-{mode}"])
     assert kv_cache_size(log).tokens == blocks * BLOCK_TOKENS
     planned = forecast(sparse_model, mode, MEMORY, "--block-size", BLOCK_TOKENS)
     assert planned["tokens"] == blocks * BLOCK_TOKENS
+    plain = MEMORY // layout.stage.plain_page_bytes
+    formula = capacity_by_bytes([layout], layout.scratch.blocks(blocks) / blocks)
+    assert (
+        f"{blocks} blocks fit where plain vLLM has {plain} "
+        f"(x{blocks / plain:.2f}, formula x{formula:.2f})"
+    ) in log
     assert ("KvppAsyncScheduler" in log) is (mode == "compact")
 
 

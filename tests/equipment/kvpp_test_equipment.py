@@ -92,8 +92,8 @@ def _broadcast_late() -> None:
         def __init__(self, transport: Any) -> None:
             self._transport = transport
 
-        def start(self, data: Any, source_rank: int) -> "Late":
-            self._due = data, source_rank
+        def start(self, data: Any, source_rank: int, gather: Any) -> "Late":
+            self._due = data, source_rank, gather
             return self
 
         def wait(self) -> None:
@@ -104,7 +104,7 @@ def _broadcast_late() -> None:
 
 def _drop_broadcasts() -> None:
     class Nothing:
-        def start(self, data: Any, source_rank: int) -> "Nothing":
+        def start(self, data: Any, source_rank: int, gather: Any) -> "Nothing":
             return self
 
         def wait(self) -> None:
@@ -114,15 +114,21 @@ def _drop_broadcasts() -> None:
 
 
 def _leave_index_keys_behind() -> None:
+    from dataclasses import replace
+
     from kvpp_connect.broadcast.payload import CompactPayload
 
-    original = CompactPayload.bytes_of
+    bytes_of, gather = CompactPayload.bytes_of, CompactPayload.gather
 
-    def bytes_of(self: Any, ordinal: int) -> Any:
+    def main_bytes_of(self: Any, ordinal: int) -> Any:
         main = self._placement.bundles[ordinal].scratch[0]
-        return original(self, ordinal)[: main.used_range(len(self._active))[1]]
+        return bytes_of(self, ordinal)[: main.used_range(len(self._active))[1]]
 
-    CompactPayload.bytes_of = bytes_of
+    def main_gather(self: Any, ordinal: int) -> Any:
+        both = gather(self, ordinal)
+        return both and replace(both, caches=both.caches[:1])
+
+    CompactPayload.bytes_of, CompactPayload.gather = main_bytes_of, main_gather
 
 
 def _shift_owners() -> None:

@@ -4,7 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpp_connect.errors import LayoutError
-from kvpp_connect.layout import capacity_ratio, place_rank, plan_budget, plan_group
+from kvpp_connect.layout import (
+    capacity_by_bytes,
+    capacity_ratio,
+    group_blocks,
+    place_rank,
+    plan_budget,
+    plan_group,
+)
 from kvpp_connect.layout.budget import fitting_blocks
 
 PAGE = 36_864  # 16 tokens x 576 values x 4 bytes
@@ -16,7 +23,7 @@ def test_six_layers_over_two_ranks_in_sixty_megabytes_by_hand():
     budget = plan_budget(layout, 0, 60_000_000, planner_block_bytes=6 * PAGE)
     assert (budget.num_blocks, budget.plain_blocks) == (325, 271)
     assert budget.logical_bytes == 325 * 6 * PAGE
-    assert round(budget.capacity_ratio, 2) == 1.2
+    assert round(budget.num_blocks / budget.plain_blocks, 2) == 1.2
 
 
 def test_drafts_and_the_largest_bundle_count_by_hand():
@@ -25,6 +32,26 @@ def test_drafts_and_the_largest_bundle_count_by_hand():
     assert layout.owners == (0, 1, 1)
     assert fitting_blocks(layout, 1, 18 * 7 + 17) == 7
     assert fitting_blocks(layout, 0, 17 * 7) == 7
+
+
+def test_the_fullest_rank_sets_the_blocks_of_the_group_and_the_ratio():
+    # As above; plain vLLM pays 5 + 3 + 3 + 2 a block on every rank.
+    layout = plan_group(bundle_stage([[5], [3], [3]], drafts=[2]), 2)
+    assert group_blocks(layout, 18 * 7 + 17) == 7
+    assert capacity_by_bytes([layout], 1.0) == 13 / 18
+    assert capacity_by_bytes([layout], 0.25) == 13 / (8 + 2.5)
+
+
+@given(
+    layers=st.integers(1, 99),
+    ranks=st.integers(1, 16),
+    share=st.floats(0, 1),
+    drafts=st.integers(0, 2),
+)
+def test_for_equal_layers_the_ratio_by_bytes_is_the_formula(layers, ranks, share, drafts):
+    layout = plan_group(bundle_stage([[PAGE]] * layers, [PAGE] * drafts), ranks)
+    formula = capacity_ratio(layers, ranks, share, drafts)
+    assert capacity_by_bytes([layout], share) == pytest.approx(formula)
 
 
 def test_few_layers_can_lose_capacity():

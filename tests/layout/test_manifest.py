@@ -4,16 +4,20 @@ import pytest
 from builders import address, equal_stage, manifest, rank_manifest
 
 from kvpp_connect.errors import LayoutError
-from kvpp_connect.layout import ComponentAddress, layout_digest, plan_group
+from kvpp_connect.layout import TokenShard, layout_digest, plan_group
 
 
-def test_holders_are_listed_by_layer_in_rank_order():
-    document = manifest(
-        rank_manifest(1, address("shared", 0), address("b", 0)),
-        rank_manifest(0, address("shared", 0), address("a", 0)),
-    )
-    found = {name: [r.rank_in_group for r in ranks] for name, ranks in document.holders().items()}
-    assert found == {"shared": [0, 1], "a": [0], "b": [1]}
+def test_a_block_id_of_a_request_stands_for_the_tokens_of_all_shards():
+    shards = [TokenShard(index=i, count=3, interleave_tokens=4) for i in range(3)]
+    ranks = [rank_manifest(i, address("a", 0), shard=shard) for i, shard in enumerate(shards)]
+    assert manifest(*ranks, block_tokens=16).request_block_tokens == 48
+    assert manifest(rank_manifest(0), block_tokens=16).request_block_tokens == 16
+
+
+@pytest.mark.parametrize("fields", [{"index": 2, "count": 2}, {"interleave_tokens": 0}])
+def test_a_shard_that_cannot_be_is_refused(fields):
+    with pytest.raises(LayoutError, match="token shard"):
+        TokenShard(**fields)
 
 
 def test_the_digest_is_stable_and_sees_every_part_of_the_plan():
@@ -32,6 +36,4 @@ def test_the_digest_is_stable_and_sees_every_part_of_the_plan():
 
 def test_a_page_larger_than_its_stride_is_refused():
     with pytest.raises(LayoutError, match="layer-x"):
-        ComponentAddress(
-            layer_name="layer-x", address=0, page_bytes=9, block_stride_bytes=8, token_bytes=0
-        )
+        address("layer-x", 0, page_bytes=9, stride=8)

@@ -7,12 +7,19 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from builders import bundle_stage
 from vllm.config import CUDAGraphMode
 
 from kvpp_connect.config import KvppConfig
 from kvpp_connect.errors import ConfigError
 from kvpp_connect.seam import install
-from kvpp_connect.seam.settings import KVPP_SCHEDULERS, check_supported, choose_mode
+from kvpp_connect.seam.settings import (
+    KVPP_SCHEDULERS,
+    ModeChoice,
+    check_supported,
+    choose_mode,
+    settle_mode,
+)
 
 OURS = "kvpp_connect.connectors"
 
@@ -175,3 +182,31 @@ def test_a_device_without_support_is_refused_by_name():
         install.enable(
             deployment(device_config__device_type="xpu"), KvppConfig(enabled=True), "auto"
         )
+
+
+THREE_COMPONENTS = bundle_stage([[4], [4, 2, 2]])
+
+
+def test_layers_with_three_components_run_in_full_mode_with_one_line_that_says_why():
+    choice, scratch = settle_mode(deployment(), KvppConfig(enabled=True), THREE_COMPONENTS)
+    assert choice == ModeChoice(
+        "full",
+        "a layer has 3 cache components, the blocks of at most 2 form one range; running requests "
+        "are held to compact's share of the blocks, kvpp.mode full lifts that",
+    )
+    assert scratch.blocks(1000) == 1000
+    asked_full = KvppConfig(enabled=True, mode="full")
+    assert settle_mode(deployment(), asked_full, THREE_COMPONENTS)[0] == ModeChoice("full")
+
+
+def test_layers_with_three_components_are_refused_where_compact_is_asked_for():
+    with pytest.raises(ConfigError, match="mode compact is not possible: a layer has 3 cache"):
+        settle_mode(deployment(), KvppConfig(enabled=True, mode="compact"), THREE_COMPONENTS)
+
+
+def test_layers_with_two_components_run_in_compact_mode():
+    choice, scratch = settle_mode(
+        deployment(), KvppConfig(enabled=True), bundle_stage([[4], [4, 2]])
+    )
+    assert choice == ModeChoice("compact")
+    assert scratch.blocks(1000) == 250

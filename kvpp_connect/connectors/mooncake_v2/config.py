@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_args
 
 from kvpp_connect.config import parse_positive_seconds, reject_unknown_keys
 from kvpp_connect.connectors.mooncake_engine import PROTOCOLS
+from kvpp_connect.connectors.mooncake_v2.routes import PullMode
 from kvpp_connect.connectors.mooncake_v2.secret import load_keys
 from kvpp_connect.errors import ConfigError
 
@@ -23,6 +24,8 @@ class MooncakeV2Config:
             control channel takes questions from everybody who reaches it.
         max_questions_per_s: questions per second that a producer takes from one address.
         protocol: transfer protocol of mooncake; empty: what the platform uses.
+        pull_mode: "shared": a decode node's ranks read each layer once from the prefill node, and
+            the rest from each other; "direct": each rank reads all that it needs from there.
         lease_s: seconds for which a producer keeps a finished request's blocks without hearing from
             its reader.
         max_lease_s: seconds for which it keeps them at most, however often the reader renews.
@@ -37,6 +40,7 @@ class MooncakeV2Config:
     control_secret_file: str = ""
     max_questions_per_s: float = 1000.0
     protocol: str = ""
+    pull_mode: PullMode = "shared"
     lease_s: float = 60.0
     max_lease_s: float = 3600.0
     control_timeout_s: float = 10.0
@@ -53,6 +57,7 @@ _ROLES = {
     "max_questions_per_s": ("kv_producer", "kv_both"),
     "lease_s": ("kv_producer", "kv_both"),
     "max_lease_s": ("kv_producer", "kv_both"),
+    "pull_mode": ("kv_consumer", "kv_both"),
     "control_timeout_s": ("kv_consumer", "kv_both"),
     "failed_read_hold_s": ("kv_consumer", "kv_both"),
 }
@@ -75,6 +80,11 @@ def parse_extra_config(extra: Mapping[str, Any], kv_role: str = "kv_both") -> Mo
     if values.get("protocol") and values["protocol"] not in PROTOCOLS:
         raise ConfigError(
             f"{_WHERE}.protocol is {values['protocol']!r}; expected one of {', '.join(PROTOCOLS)}"
+        )
+    modes = get_args(PullMode)
+    if values.get("pull_mode", modes[0]) not in modes:
+        raise ConfigError(
+            f"{_WHERE}.pull_mode is {values['pull_mode']!r}; expected one of {', '.join(modes)}"
         )
     port = values.get("control_port", 0)
     if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port <= 65535:

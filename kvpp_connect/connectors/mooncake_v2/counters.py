@@ -14,6 +14,7 @@ class FailureCause(Enum):
     READ = "read"  # the transfer engine could not read
     CANCELLED = "cancelled"  # nobody wants the request any more
     RESTARTED = "restarted"  # it is not the one that computed the prompt
+    SHARE = "share"  # another rank of this engine did not get what it was to read for all
     OTHER = "other"
 
 
@@ -36,12 +37,15 @@ class PullStats:
         with self._lock:
             self._queued += 1
 
-    def pulled(self, *, num_bytes: int, tokens: int, pieces: int, seconds: float) -> None:
-        """Count one successful pull."""
+    def pulled(
+        self, *, num_bytes: int, peer_bytes: int, tokens: int, pieces: int, seconds: float
+    ) -> None:
+        """Count one successful pull: bytes from the producer, and from ranks of this engine."""
         with self._lock:
             self._queued = max(0, self._queued - 1)
             self._sums["pulls"] += 1
             self._sums["pull_bytes"] += num_bytes
+            self._sums["pull_peer_bytes"] += peer_bytes
             self._sums["pull_tokens"] += tokens if self._counts_tokens else 0
             self._sums["pull_pieces"] += pieces
             self._sums["pull_seconds"] += seconds

@@ -10,7 +10,7 @@ from kvpp_connect.connectors.mooncake_v2.leases import LeaseBook
 from kvpp_connect.connectors.mooncake_v2.metadata import handover_params
 from kvpp_connect.connectors.mooncake_v2.secret import ControlKeys
 from kvpp_connect.errors import PeerError
-from kvpp_connect.layout import EngineManifest, RankManifest
+from kvpp_connect.layout import EngineManifest, GroupManifest
 
 logger = get_logger(__name__)
 
@@ -49,17 +49,14 @@ class Producer:
         self._server: ControlServer | None = None
         self._leases = LeaseBook(self.incarnation, lease_s, max_lease_s)
 
-    def publish(
-        self, *, ranks: Sequence[RankManifest], block_tokens: int, num_blocks: int, dtype: str
-    ) -> None:
-        """Make the workers' caches known and open the control channel."""
+    def publish(self, caches: GroupManifest) -> None:
+        """Make the caches of all workers known and open the control channel."""
         self._manifest = EngineManifest(
             engine_id=self._engine_id,
             incarnation=self.incarnation,
-            block_tokens=block_tokens,
-            num_blocks=num_blocks,
-            cache_dtype=dtype,
-            ranks=tuple(ranks),
+            num_blocks=caches.num_blocks,
+            block_tokens=caches.block_tokens,
+            ranks=caches.ranks,
         )
         self._server = ControlServer(
             self._bind_host,
@@ -69,7 +66,7 @@ class Producer:
             questions_per_s=self._questions_per_s,
         )
         self._port = self._server.port
-        owned = {f"pp{r.pp_rank}/rank{r.rank_in_group}": len(r.components) for r in ranks}
+        owned = {rank.name: len(rank.components) for rank in caches.ranks}
         logger.info(
             "MooncakeConnectorV2 producer %s: control channel on %s:%d (bound to %s, %s), "
             "%d blocks of %d tokens, caches published per rank %s, leases of %g s",
@@ -78,8 +75,8 @@ class Producer:
             self._port,
             self._bind_host,
             "shared secret" if self._keys else "no secret",
-            num_blocks,
-            block_tokens,
+            caches.num_blocks,
+            caches.block_tokens,
             owned,
             self._lease_s,
         )
@@ -89,7 +86,7 @@ class Producer:
     ) -> dict[str, object]:
         """Begin the lease on a finished request's prompt blocks; answer the response's params."""
         assert self._manifest is not None, "workers publish their caches before requests run"
-        used = -(-len(prompt) // self._manifest.block_tokens)
+        used = -(-len(prompt) // self._manifest.request_block_tokens)
         return handover_params(
             engine_id=self._engine_id,
             host=self._host,

@@ -1,8 +1,9 @@
 """Worker side of a decode node: carries pulls out in the background.
 
-Each producer has a thread of its own, so a slow or dead one delays nobody else's requests. A pull
+Each producer has threads of its own, so a slow or dead one delays nobody else's requests. A pull
 is a success only if every byte arrived and the producer confirmed afterwards that it had kept the
-blocks all the time.
+blocks all the time. What other ranks of this group read for all is read from them as soon as they
+say that it is there.
 """
 
 import threading
@@ -12,28 +13,63 @@ from dataclasses import dataclass, field
 
 from kvpp_connect._log import get_logger
 from kvpp_connect.connectors.mooncake_engine import TransferEngine
-from kvpp_connect.connectors.mooncake_v2 import wire
-from kvpp_connect.connectors.mooncake_v2.control import ControlClient
-from kvpp_connect.connectors.mooncake_v2.counters import PullStats
-from kvpp_connect.connectors.mooncake_v2.metadata import PullRequest, RemotePrefill
+from kvpp_connect.connectors.mooncake_v2.control import ControlClient, UnreachableError
+from kvpp_connect.connectors.mooncake_v2.counters import FailureCause, PullStats
+from kvpp_connect.connectors.mooncake_v2.exchange import ShareExchange, ShareKey
+from kvpp_connect.connectors.mooncake_v2.metadata import PullRequest
+from kvpp_connect.connectors.mooncake_v2.peers import PeerPool
+from kvpp_connect.connectors.mooncake_v2.producers import (
+    IncompatibleError,
+    LeaseLostError,
+    ProducerLink,
+    ProducerRestartedError,
+)
+from kvpp_connect.connectors.mooncake_v2.reading import (
+    ReadCancelledError,
+    Reader,
+    ReadFailedError,
+)
+from kvpp_connect.connectors.mooncake_v2.routes import PullMode, Route
 from kvpp_connect.connectors.mooncake_v2.secret import ControlKeys
 from kvpp_connect.connectors.mooncake_v2.transfer_plan import (
-    LocalCaches,
     SourceReads,
     TokenRange,
-    check_compatible,
-    plan_pull,
+    plan_reads,
 )
 from kvpp_connect.errors import PeerError
-from kvpp_connect.layout import EngineManifest
+from kvpp_connect.layout import GroupManifest
 
 logger = get_logger(__name__)
 
-_READ_AGAIN = 2
+_GATHERS_AT_ONCE = 4
+# Peers answer well or badly within their own limits; only a dead one lets this pass.
+_SHARE_LIMIT_S = 300.0
+_CLOSE_S = 2.0
 
 
-class ReadFailedError(PeerError):
-    """A read failed after it had begun: its destination may still be written."""
+class ShareLostError(PeerError):
+    """Another rank of this engine did not get what it was to read for all; it says why."""
+
+
+_CAUSES: dict[type[Exception], FailureCause] = {
+    UnreachableError: FailureCause.UNREACHABLE,
+    LeaseLostError: FailureCause.LEASE_LOST,
+    ProducerRestartedError: FailureCause.RESTARTED,
+    IncompatibleError: FailureCause.LAYOUT,
+    ReadFailedError: FailureCause.READ,
+    ReadCancelledError: FailureCause.CANCELLED,
+    ShareLostError: FailureCause.SHARE,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PullOptions:
+    """Settings of pulls; see ``MooncakeV2Config``."""
+
+    mode: PullMode = "shared"
+    control_timeout_s: float = 10.0
+    control_keys: ControlKeys | None = None
+    failed_read_hold_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +89,25 @@ class PullResult:
         return self.succeeded or self.written_until <= now
 
 
+@dataclass(slots=True, eq=False)
+class _Pull:
+    # What is known of one pull while it runs; handed from thread to thread, never shared.
+    order: PullRequest
+    key: ShareKey
+    started: float
+    route: Route | None = None
+    producer_bytes: int = 0
+    peer_bytes: int = 0
+    pieces: int = 0
+    written_until: float = 0.0
+
+
 @dataclass(slots=True)
-class _Results:
+class _Books:
+    # Written by pulls, read by vLLM's thread.
     lock: threading.Lock = field(default_factory=threading.Lock)
+    running: dict[str, ShareKey] = field(default_factory=dict[str, ShareKey])
+    cancelled: set[str] = field(default_factory=set[str])
     done: list[PullResult] = field(default_factory=list[PullResult])
 
 
@@ -66,169 +118,201 @@ class Puller:
         self,
         *,
         engine: TransferEngine,
-        caches: LocalCaches,
-        reader_rank: int,
-        control_timeout_s: float,
-        failed_read_hold_s: float,
+        group: GroupManifest,
+        rank: int,
+        exchange: ShareExchange,
+        options: PullOptions,
         stats: PullStats,
-        control_keys: ControlKeys | None = None,
     ) -> None:
+        """Args:
+        group: the ranks of this decode group; it holds no other engine's.
+        rank: this process's rank in the group.
+        """
         self._engine = engine
-        self._caches = caches
-        self._reader_rank = reader_rank
-        self._control_timeout_s = control_timeout_s
-        self._failed_read_hold_s = failed_read_hold_s
+        self._group = group
+        self._me = next(r for r in group.ranks if r.rank_in_group == rank)
+        self._others = [r.rank_in_group for r in group.ranks if r is not self._me]
+        self._exchange = exchange
+        self._options = options
         self._stats = stats
-        self._control_keys = control_keys
-        self._peers: dict[tuple[str, int], _Peer] = {}
-        self._results = _Results()
-        self._closed = threading.Event()
+        self._producers = PeerPool(self._open, name="kvpp-pull")
+        self._peers = Reader(engine, "peers", options.failed_read_hold_s)
+        self._gathers = ThreadPoolExecutor(_GATHERS_AT_ONCE, thread_name_prefix="kvpp-gather")
+        self._books = _Books()
 
-    def submit(self, pull: PullRequest) -> None:
+    def submit(self, order: PullRequest) -> None:
         """Begin a pull; returns at once."""
-        key = (pull.remote.host, pull.remote.port)
-        if key not in self._peers:
-            self._peers[key] = _Peer(*key, self._control_timeout_s, self._control_keys)
+        lease = order.remote.lease
+        key = ShareKey(order.request_id, lease.incarnation, lease.generation)
+        with self._books.lock:
+            self._books.running[order.request_id] = key
         self._stats.submitted()
-        self._peers[key].thread.submit(self._run, self._peers[key], pull)
+        pull = _Pull(order, key, time.monotonic())
+        address = (order.remote.host, order.remote.port)
+        self._producers.submit(address, lambda producer: self._run(producer, pull))
+
+    def cancel(self, request_ids: frozenset[str]) -> None:
+        """End pulls early that nobody wants any more; they are reported as failed."""
+        with self._books.lock:
+            keys = [key for r in request_ids if (key := self._books.running.get(r))]
+            self._books.cancelled |= {key.request_id for key in keys}
+        for key in keys:
+            self._exchange.forget(key)
 
     def take_results(self) -> list[PullResult]:
         """Pulls that ended and may be reported; each once."""
         now = time.monotonic()
-        with self._results.lock:
-            ready = [r for r in self._results.done if r.is_due(now)]
-            self._results.done = [r for r in self._results.done if not r.is_due(now)]
+        with self._books.lock:
+            ready = [r for r in self._books.done if r.is_due(now)]
+            self._books.done = [r for r in self._books.done if not r.is_due(now)]
         return ready
+
+    def running(self) -> int:
+        """Pulls that have not ended."""
+        with self._books.lock:
+            return len(self._books.running)
 
     def close(self) -> None:
         """Drop what has not begun. A read under way ends by itself."""
-        self._closed.set()
-        for peer in self._peers.values():
-            peer.close()
+        self._producers.close(finish_queued=False, timeout_s=_CLOSE_S)
+        self._gathers.shutdown(wait=False, cancel_futures=True)
+        self._peers.close()
 
-    def _run(self, peer: "_Peer", pull: PullRequest) -> None:
-        started = time.monotonic()
+    def _open(self, host: str, port: int) -> "_Producer":
+        options = self._options
+        client = ControlClient(host, port, options.control_timeout_s, options.control_keys)
+        link = ProducerLink(client, self._group, self._me.rank_in_group, options.mode)
+        reader = Reader(self._engine, f"{host}:{port}", options.failed_read_hold_s)
+        return _Producer(link, reader)
+
+    def _run(self, producer: "_Producer", pull: _Pull) -> None:
+        """Read this rank's part from the producer, then wait for what others read."""
         try:
-            pulled_bytes, pieces, written_until = self._pull(peer, pull)
-        except Exception as error:  # the thread's boundary: the request must still be answered
-            expected = isinstance(error, PeerError)
-            if not expected:
-                logger.exception("request %s: its pull broke", pull.request_id)
-            untouched = expected and not isinstance(error, ReadFailedError)
-            hold_s = 0.0 if untouched else self._failed_read_hold_s
-            result = PullResult(pull.request_id, False, time.monotonic() + hold_s)
-            self._stats.failed()
-            self._warn(pull, error)
-        else:
-            seconds = time.monotonic() - started
-            tokens = pull.end_token - pull.first_token
-            self._stats.pulled(
-                num_bytes=pulled_bytes, tokens=tokens, pieces=pieces, seconds=seconds
-            )
-            result = PullResult(pull.request_id, True, written_until)
-        with self._results.lock:
-            self._results.done.append(result)
+            self._pull_own(producer, pull)
+        except Exception as error:  # noqa: BLE001 - the thread's boundary: it must be answered
+            self._exchange.tell(pull.key, self._others, arrived=False)
+            self._fail(pull, error)
+            return
+        assert pull.route is not None
+        self._exchange.tell(pull.key, pull.route.for_peers, arrived=True)
+        if not pull.route.from_peers:
+            self._succeed(pull)
+            return
+        arrival = self._exchange.expect(pull.key, pull.route.from_peers, _SHARE_LIMIT_S)
+        arrival.add_done_callback(lambda lost: self._gathers.submit(self._gather, pull, lost))
 
-    def _pull(self, peer: "_Peer", pull: PullRequest) -> tuple[int, int, float]:
-        """Pull; answers bytes, pieces, and until when a given-up read may write."""
-        manifest = peer.manifest(pull.remote)
-        check_compatible(manifest, self._caches)
-        tokens = TokenRange(
-            first=pull.first_token,
-            end=pull.end_token,
-            local_block_ids=pull.local_block_ids,
-            remote_block_ids=pull.remote.block_ids,
+    def _pull_own(self, producer: "_Producer", pull: _Pull) -> None:
+        remote = pull.order.remote
+        manifest, pull.route = producer.link.route(remote)
+        reads = plan_reads(
+            pull.route.from_producer,
+            _tokens(pull.order, remote.block_ids),
+            local=self._group,
+            remote=manifest,
+            shard=self._me.shard,
         )
-        reads = plan_pull(manifest, self._caches, tokens, self._reader_rank)
-        written_until = self._read(peer, pull, reads)
-        peer.confirm(pull.remote)
-        num_bytes = sum(read.total_bytes for read in reads)
-        return num_bytes, sum(len(read.lengths_bytes) for read in reads), written_until
+        pull.producer_bytes = self._count(pull, reads)
+        pull.written_until = producer.reader.read(
+            reads,
+            request_id=pull.order.request_id,
+            before_again=lambda: producer.link.confirm(remote),
+            is_wanted=lambda: self._is_wanted(pull),
+        )
+        producer.link.confirm(remote)
 
-    def _read(self, peer: "_Peer", pull: PullRequest, reads: tuple[SourceReads, ...]) -> float:
-        """Read all bytes; what fails is read again, a bounded number of times.
+    def _gather(self, pull: _Pull, arrival: "Future[frozenset[int]]") -> None:
+        """Read from other ranks of this group what they read from the producer."""
+        try:
+            self._read_shares(pull, arrival.result())
+        except Exception as error:  # noqa: BLE001 - the thread's boundary, as in _run
+            self._fail(pull, error)
+        else:
+            self._succeed(pull)
 
-        Mooncake gives up on a connection without progress; a new one mostly works. The given-up
-        attempt may still write for a while, until the returned time: as long as the lease holds it
-        writes the same bytes.
-        """
-        failed = peer.read_all(self._engine, reads)
-        if not failed:
-            return 0.0
-        for _ in range(_READ_AGAIN):
-            if not failed:
-                break
-            reasons = "; ".join(str(error) for error in failed.values())
-            logger.info("request %s: reading again: %s", pull.request_id, reasons)
-            try:
-                peer.confirm(pull.remote)
-            except PeerError as error:
-                raise ReadFailedError(str(error)) from error
-            failed = peer.read_all(self._engine, tuple(failed))
-        if failed:
-            raise ReadFailedError(str(next(iter(failed.values()))))
-        return time.monotonic() + self._failed_read_hold_s
+    def _read_shares(self, pull: _Pull, lost: frozenset[int]) -> None:
+        if not self._is_wanted(pull):
+            raise ReadCancelledError("cancelled")
+        if lost:
+            raise ShareLostError(f"rank {min(lost)} of this engine could not read its share")
+        assert pull.route is not None
+        reads = plan_reads(
+            [fetch for fetches in pull.route.from_peers.values() for fetch in fetches],
+            _tokens(pull.order, pull.order.local_block_ids),
+            local=self._group,
+            remote=self._group,
+            shard=self._me.shard,
+        )
+        pull.peer_bytes = self._count(pull, reads)
+        written_until = self._peers.read(
+            reads,
+            request_id=pull.order.request_id,
+            before_again=lambda: None,
+            is_wanted=lambda: self._is_wanted(pull),
+        )
+        pull.written_until = max(pull.written_until, written_until)
 
     @staticmethod
-    def _warn(pull: PullRequest, error: Exception) -> None:
+    def _count(pull: _Pull, reads: tuple[SourceReads, ...]) -> int:
+        pull.pieces += sum(read.pieces for read in reads)
+        return sum(read.total_bytes for read in reads)
+
+    def _is_wanted(self, pull: _Pull) -> bool:
+        return pull.order.request_id not in self._books.cancelled
+
+    def _succeed(self, pull: _Pull) -> None:
+        self._stats.pulled(
+            num_bytes=pull.producer_bytes,
+            peer_bytes=pull.peer_bytes,
+            tokens=pull.order.end_token - pull.order.first_token,
+            pieces=pull.pieces,
+            seconds=time.monotonic() - pull.started,
+        )
+        self._finish(pull, succeeded=True, written_until=pull.written_until)
+
+    def _fail(self, pull: _Pull, error: Exception) -> None:
+        expected = isinstance(error, PeerError)
+        remote = pull.order.remote
         logger.warning(
             "request %s: pulling its KV from engine %s at %s:%d failed: %s",
-            pull.request_id,
-            pull.remote.engine_id,
-            pull.remote.host,
-            pull.remote.port,
+            pull.order.request_id,
+            remote.engine_id,
+            remote.host,
+            remote.port,
             error,
+            exc_info=None if expected else error,
         )
+        until = pull.written_until
+        if not expected or isinstance(error, ReadFailedError):
+            until = max(until, time.monotonic() + self._options.failed_read_hold_s)
+        self._stats.failed(_CAUSES.get(type(error), FailureCause.OTHER))
+        self._finish(pull, succeeded=False, written_until=until)
+
+    def _finish(self, pull: _Pull, *, succeeded: bool, written_until: float) -> None:
+        request_id = pull.order.request_id
+        with self._books.lock:
+            if self._books.running.get(request_id) is pull.key:
+                del self._books.running[request_id]
+                self._books.cancelled.discard(request_id)
+            self._books.done.append(PullResult(request_id, succeeded, written_until))
 
 
-class _Peer:
-    """One producer: its control channel, its manifest, its threads."""
+def _tokens(order: PullRequest, remote_block_ids: tuple[int, ...]) -> TokenRange:
+    return TokenRange(
+        first=order.first_token,
+        end=order.end_token,
+        local_block_ids=order.local_block_ids,
+        remote_block_ids=remote_block_ids,
+    )
 
-    def __init__(self, host: str, port: int, timeout_s: float, keys: ControlKeys | None) -> None:
-        self._client = ControlClient(host, port, timeout_s, keys)
-        self._manifest: EngineManifest | None = None
-        self._readers: ThreadPoolExecutor | None = None
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"kvpp-pull-{host}:{port}")
 
-    def manifest(self, remote: RemotePrefill) -> EngineManifest:
-        """The manifest of the incarnation that handed the request over."""
-        wanted = remote.lease.incarnation
-        if self._manifest is None or self._manifest.incarnation != wanted:
-            answer = self._client.ask(wire.GetManifest())
-            if not isinstance(answer, wire.ManifestAnswer):
-                raise PeerError(f"asked for a manifest, got {type(answer).__name__}")
-            self._manifest = answer.manifest
-        if self._manifest.incarnation != wanted:
-            raise PeerError("the prefill engine was restarted since it computed this prompt")
-        return self._manifest
+@dataclass(frozen=True, slots=True)
+class _Producer:
+    """One producer: its link, and the threads that read from its ranks."""
 
-    def read_all(
-        self, engine: TransferEngine, reads: tuple[SourceReads, ...]
-    ) -> dict[SourceReads, BaseException]:
-        """Read from all source ranks at once; returns the failed ones when none is under way."""
-        if self._readers is None:
-            self._readers = ThreadPoolExecutor(max_workers=8, thread_name_prefix="kvpp-read")
-        running: list[Future[None]] = [
-            self._readers.submit(
-                engine.read, r.session, r.local_addresses, r.remote_addresses, r.lengths_bytes
-            )
-            for r in reads
-        ]
-        outcomes = zip(reads, running, strict=True)
-        return {read: error for read, future in outcomes if (error := future.exception())}
-
-    def confirm(self, remote: RemotePrefill) -> None:
-        """Make sure that what was read was not overwritten meanwhile."""
-        answer = self._client.ask(wire.Confirm(remote.lease))
-        state = answer.state if isinstance(answer, wire.LeaseAnswer) else None
-        if state is not wire.LeaseState.HELD:
-            raise PeerError(
-                f"the lease is {state.value if state else 'unclear'} after the read, the blocks "
-                "may have been overwritten; raise lease_s on the prefill node if this happens often"
-            )
+    link: ProducerLink
+    reader: Reader
 
     def close(self) -> None:
-        """Stop taking work."""
-        self.thread.shutdown(wait=False, cancel_futures=True)
-        if self._readers is not None:
-            self._readers.shutdown(wait=False, cancel_futures=True)
+        """Close the connection. A read under way ends by itself."""
+        self.reader.close()
+        self.link.close()

@@ -3,59 +3,45 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import msgspec
 import torch
 
 from kvpp_connect.connectors.mooncake_engine import TransferEngine
-from kvpp_connect.connectors.mooncake_v2.transfer_plan import LocalCaches
 from kvpp_connect.errors import LayoutError
-from kvpp_connect.layout import ComponentAddress, RankManifest, RankPlacement
+from kvpp_connect.layout import ComponentAddress, RankPlacement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockShape:
-    """Blocks as the scheduler counts them."""
+    """Blocks as the scheduler counts them.
+
+    ``block_tokens`` are what one rank keeps in a block. Under decode context parallelism runs of
+    ``interleave_tokens`` tokens go to the ranks in turn; 0 without.
+    """
 
     num_blocks: int
     block_tokens: int
-
-
-class StagePublication(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ranks of one KVPP group publish, as it travels to the scheduler side."""
-
-    num_blocks: int
-    block_tokens: int
-    cache_dtype: str
-    ranks: tuple[RankManifest, ...]
+    interleave_tokens: int = 0
 
 
 def describe_caches(
     kv_caches: Mapping[str, torch.Tensor],
     shape: BlockShape,
     placement: RankPlacement | None,
-) -> LocalCaches:
-    """Describe the caches that this rank really holds.
+) -> tuple[ComponentAddress, ...]:
+    """Describe the caches that this rank really holds, in the order of their names.
 
     Args:
-        kv_caches: cache tensors by layer name, shape ``(blocks, 1, tokens, bytes)`` where a block
+        kv_caches: cache tensors by layer name, shape ``(blocks, 1, tokens, width)`` where a block
             of the scheduler may be several of the kernel's.
         placement: this rank's placement under KVPP, or ``None`` where every rank holds all.
 
     Raises:
-        LayoutError: the layers have different dtypes, or a tensor's shape does not fit.
+        LayoutError: a tensor's shape does not fit.
     """
-    held = {
-        name: cache
-        for name, cache in kv_caches.items()
+    return tuple(
+        _address(name, kv_caches[name], shape)
+        for name in sorted(kv_caches)
         if placement is None or name in placement.persistent_layers
-    }
-    dtypes = sorted({str(cache.dtype) for cache in kv_caches.values()})
-    if len(dtypes) != 1:
-        raise LayoutError(f"KV caches of several dtypes are not supported: {', '.join(dtypes)}")
-    return LocalCaches(
-        block_tokens=shape.block_tokens,
-        cache_dtype=dtypes[0],
-        components=tuple(_address(name, held[name], shape) for name in sorted(held)),
     )
 
 
@@ -83,12 +69,23 @@ def _address(name: str, cache: torch.Tensor, shape: BlockShape) -> ComponentAddr
     dense = cache[0].is_contiguous()
     if not dense or (kernel_blocks > 1 and page_bytes != stride_bytes):
         raise LayoutError(f"a block of {name} is not one contiguous range of bytes")
-    tokens_in_rows = cache.dim() == 4 and cache.shape[1] == 1
-    rows = cache.shape[2] * kernel_blocks if tokens_in_rows else 0
     return ComponentAddress(
         layer_name=name,
         address=cache.data_ptr(),
         page_bytes=page_bytes,
         block_stride_bytes=stride_bytes,
-        token_bytes=page_bytes // rows if rows == shape.block_tokens else 0,
+        token_bytes=_token_bytes(cache, page_bytes, kernel_blocks, shape.block_tokens),
+        dtype=str(cache.dtype).removeprefix("torch."),
     )
+
+
+def _token_bytes(
+    cache: torch.Tensor, page_bytes: int, kernel_blocks: int, block_tokens: int
+) -> int:
+    """Bytes of one token where tokens certainly lie one after the other, else 0.
+
+    Packed caches are bytes to torch, and some keep all values of a block before all its scales.
+    """
+    in_rows = cache.dim() == 4 and cache.shape[1] == 1 and cache.dtype.is_floating_point
+    rows = cache.shape[2] * kernel_blocks if in_rows else 0
+    return page_bytes // rows if rows == block_tokens else 0

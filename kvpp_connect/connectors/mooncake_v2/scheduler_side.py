@@ -8,10 +8,10 @@ from kvpp_connect.connectors.mooncake_v2.consumer import Consumer
 from kvpp_connect.connectors.mooncake_v2.metadata import StepOrders
 from kvpp_connect.connectors.mooncake_v2.producer import Producer
 from kvpp_connect.connectors.mooncake_v2.quarantine import BlockPins, BlockQuarantine
-from kvpp_connect.connectors.mooncake_v2.registration import StagePublication
 from kvpp_connect.connectors.mooncake_v2.releases import LeaseReleaser
 from kvpp_connect.connectors.mooncake_v2.secret import load_keys
 from kvpp_connect.errors import LayoutError
+from kvpp_connect.layout import GroupManifest
 from kvpp_connect.seam.api import RequestStatus
 
 if TYPE_CHECKING:
@@ -59,24 +59,25 @@ class SchedulerSide:
         """Take the engine's block pool."""
         self._quarantine.bind(pins)
 
-    def publish(self, publications: Sequence[StagePublication]) -> None:
-        """Take over what the workers hold.
+    def publish(self, groups: Sequence[GroupManifest]) -> None:
+        """Take over what the workers hold; each of them tells of its whole group.
 
         Raises:
-            LayoutError: pipeline stages disagree on blocks or dtype.
+            LayoutError: pipeline stages disagree on blocks.
         """
-        if self._producer is None or not publications:
+        if self._producer is None or not groups:
             return
-        shapes = {(p.num_blocks, p.block_tokens, p.cache_dtype) for p in publications}
+        shapes = {(group.num_blocks, group.block_tokens) for group in groups}
         if len(shapes) != 1:
-            raise LayoutError(f"stages disagree on (blocks, block tokens, dtype): {shapes}")
-        ranks = {(r.pp_rank, r.rank_in_group): r for p in publications for r in p.ranks}
-        num_blocks, block_tokens, dtype = shapes.pop()
+            raise LayoutError(f"stages disagree on (blocks, block tokens): {shapes}")
+        ranks = {(r.pp_rank, r.rank_in_group): r for group in groups for r in group.ranks}
+        num_blocks, block_tokens = shapes.pop()
         self._producer.publish(
-            ranks=[ranks[key] for key in sorted(ranks)],
-            block_tokens=block_tokens,
-            num_blocks=num_blocks,
-            dtype=dtype,
+            GroupManifest(
+                num_blocks=num_blocks,
+                block_tokens=block_tokens,
+                ranks=tuple(ranks[key] for key in sorted(ranks)),
+            )
         )
 
     def arrived(self, request: "Request") -> None:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 COUNTERS: dict[str, str] = {
     "pulls": "Pulls of a request's KV that succeeded, over all decode ranks.",
-    "pull_bytes": "KV bytes pulled, over all decode ranks.",
+    "pull_bytes": "KV bytes read from prefill nodes, over all decode ranks.",
+    "pull_peer_bytes": "KV bytes that decode ranks read from each other.",
     "pull_tokens": "Prompt tokens whose KV was pulled.",
     "pull_pieces": "Descriptors: contiguous pieces read, over all decode ranks.",
     "pull_seconds": "Seconds spent in pulls, over all decode ranks.",

@@ -1,24 +1,26 @@
-"""Which bytes a reader copies from which rank of a producer. Pure.
+"""Turns a route and one request's blocks into addresses. Pure.
 
-A pull covers a range of tokens of one request. Layers are matched by name; each is read from one
-rank that holds it. Neighbouring blocks that are neighbours on both sides become one piece, and
-the last block is read only as far as it is filled.
+Neighbouring tokens that are neighbours on both sides become one piece, and the last block is read
+only as far as it is filled.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from kvpp_connect.connectors.mooncake_v2.routes import Fetch
+from kvpp_connect.connectors.mooncake_v2.token_runs import (
+    BlockTable,
+    Numbers,
+    TokenRuns,
+    common_runs,
+)
 from kvpp_connect.errors import PeerError
-from kvpp_connect.layout import WIRE_SCHEMA, ComponentAddress, EngineManifest, RankManifest
+from kvpp_connect.layout import ComponentAddress, GroupManifest, TokenShard
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalCaches:
-    """The reader's side: caches that this rank holds, and the shape of its blocks."""
-
-    block_tokens: int
-    cache_dtype: str
-    components: tuple[ComponentAddress, ...]
+_Pieces = tuple[Numbers, Numbers, Numbers]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,158 +33,147 @@ class TokenRange:
     remote_block_ids: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class SourceReads:
-    """What to read from one rank: parallel lists of addresses and lengths in bytes."""
+    """What to read from one rank: parallel arrays of addresses and lengths in bytes."""
 
     session: str
-    local_addresses: tuple[int, ...]
-    remote_addresses: tuple[int, ...]
-    lengths_bytes: tuple[int, ...]
+    local_addresses: Numbers
+    remote_addresses: Numbers
+    lengths_bytes: Numbers
+
+    @property
+    def pieces(self) -> int:
+        """Number of contiguous pieces."""
+        return len(self.lengths_bytes)
 
     @property
     def total_bytes(self) -> int:
         """Bytes over all pieces."""
-        return sum(self.lengths_bytes)
+        return int(self.lengths_bytes.sum())
 
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    # Blocks [local, local + blocks) hold what the remote blocks [remote, remote + blocks) hold;
-    # the last of them is filled with tail_tokens tokens.
-    local: int
-    remote: int
-    blocks: int
-    tail_tokens: int
-
-
-def check_compatible(manifest: EngineManifest, local: LocalCaches) -> None:
-    """Refuse a producer whose caches cannot be copied into ours byte by byte.
-
-    Raises:
-        PeerError: names the first difference, with both values.
-    """
-    who = f"prefill engine {manifest.engine_id}"
-    if manifest.schema != WIRE_SCHEMA:
-        raise PeerError(
-            f"{who} describes its caches in schema {manifest.schema}, this engine knows "
-            f"{WIRE_SCHEMA}; run the same kvpp-connect on both"
-        )
-    if manifest.block_tokens != local.block_tokens:
-        raise PeerError(
-            f"{who} has blocks of {manifest.block_tokens} tokens, this engine of "
-            f"{local.block_tokens}; start both with the same --block-size"
-        )
-    if manifest.cache_dtype != local.cache_dtype:
-        raise PeerError(
-            f"{who} keeps its KV cache as {manifest.cache_dtype}, this engine as "
-            f"{local.cache_dtype}; start both with the same --dtype and --kv-cache-dtype"
-        )
-    remote = {c.layer_name: c for rank in manifest.ranks for c in rank.components}
-    for component in local.components:
-        name = component.layer_name
-        if name not in remote:
-            raise PeerError(
-                f"{who} holds no layer {name!r} ({len(remote)} layers known); do both serve the "
-                "same model?"
+    def batches(self, limit_bytes: int, limit_pieces: int) -> Iterator["SourceReads"]:
+        """Cut into batches that respect both limits; a piece over the limit is a batch."""
+        ends = np.cumsum(self.lengths_bytes)
+        begin = 0
+        while begin < self.pieces:
+            done = int(ends[begin - 1]) if begin else 0
+            end = int(np.searchsorted(ends, done + limit_bytes, side="right"))
+            end = min(max(end, begin + 1), begin + limit_pieces)
+            yield SourceReads(
+                session=self.session,
+                local_addresses=self.local_addresses[begin:end],
+                remote_addresses=self.remote_addresses[begin:end],
+                lengths_bytes=self.lengths_bytes[begin:end],
             )
-        if remote[name].page_bytes != component.page_bytes:
-            raise PeerError(
-                f"{who} has {remote[name].page_bytes} bytes in a block of {name!r}, this engine "
-                f"{component.page_bytes}; do both serve the same model?"
-            )
+            begin = end
 
 
-def choose_sources(
-    holders: Mapping[str, tuple[RankManifest, ...]],
-    local: LocalCaches,
-    reader_rank: int,
-) -> dict[str, RankManifest]:
-    """Pick the rank to read each layer from; replicas are spread over layers and readers."""
-    return {
-        component.layer_name: holders[component.layer_name][
-            (index + reader_rank) % len(holders[component.layer_name])
-        ]
-        for index, component in enumerate(local.components)
-    }
-
-
-def plan_pull(
-    manifest: EngineManifest, local: LocalCaches, tokens: TokenRange, reader_rank: int
+def plan_reads(
+    fetches: Sequence[Fetch],
+    tokens: TokenRange,
+    *,
+    local: GroupManifest,
+    remote: GroupManifest,
+    shard: TokenShard,
 ) -> tuple[SourceReads, ...]:
     """Plan the reads that bring a range of tokens into this rank's caches.
 
     Args:
-        reader_rank: this rank's number among the readers, to spread replicated layers.
+        fetches: layers to read, all from ranks of ``remote``.
+        shard: the tokens that this rank keeps.
 
     Returns:
-        One entry per source rank, in order of first use.
+        One entry per source rank with something to read, in order of first use.
 
     Raises:
         PeerError: the block ids do not cover the tokens, or do not exist on a side.
     """
-    runs = _runs(tokens, local.block_tokens, manifest.num_blocks)
-    sources = choose_sources(manifest.holders(), local, reader_rank)
-    pieces: dict[str, list[tuple[int, int, int]]] = {}
-    for component in local.components:
-        source = sources[component.layer_name]
-        remote = next(c for c in source.components if c.layer_name == component.layer_name)
-        pieces.setdefault(source.session, []).extend(
-            piece for run in runs for piece in _pieces(run, component, remote)
-        )
+    found: defaultdict[str, list[_Pieces]] = defaultdict(list)
+    known: dict[tuple[object, ...], TokenRuns] = {}
+    for fetch in fetches:
+        sides = _Sides(fetch, local.block_tokens, remote.block_tokens)
+        key = (fetch.source.shard, *sides.shape)
+        if key not in known:
+            here = _table("local", tokens.local_block_ids, tokens.end, local, shard)
+            there = _table(
+                "remote", tokens.remote_block_ids, tokens.end, remote, fetch.source.shard
+            )
+            known[key] = sides.runs(tokens, here, there)
+        if len(known[key].tokens):
+            found[fetch.source.session].append(sides.pieces(known[key]))
     return tuple(
         SourceReads(
             session=session,
-            local_addresses=tuple(piece[0] for piece in found),
-            remote_addresses=tuple(piece[1] for piece in found),
-            lengths_bytes=tuple(piece[2] for piece in found),
+            local_addresses=np.concatenate([local for local, _, _ in pieces]),
+            remote_addresses=np.concatenate([remote for _, remote, _ in pieces]),
+            lengths_bytes=np.concatenate([length for _, _, length in pieces]),
         )
-        for session, found in pieces.items()
+        for session, pieces in found.items()
     )
 
 
-def _runs(tokens: TokenRange, block_tokens: int, remote_blocks: int) -> list[_Run]:
-    first_block, end_block = tokens.first // block_tokens, -(-tokens.end // block_tokens)
-    if tokens.first % block_tokens:
+class _Sides:
+    """How the blocks of one layer lie on both sides of a fetch."""
+
+    def __init__(self, fetch: Fetch, local_tokens: int, remote_tokens: int) -> None:
+        here, there = fetch.local, fetch.remote
+        self._here, self._there = here, there
+        self._local_tokens, self._remote_tokens = local_tokens, remote_tokens
+        self._whole_blocks = not (here.token_bytes and there.token_bytes)
+        self._cut_local = here.block_stride_bytes != here.page_bytes
+        self._cut_remote = there.block_stride_bytes != there.page_bytes
+
+    @property
+    def shape(self) -> tuple[bool, bool, bool]:
+        """Layers of one shape have the same runs."""
+        return self._whole_blocks, self._cut_local, self._cut_remote
+
+    def runs(self, tokens: TokenRange, here: BlockTable, there: BlockTable) -> TokenRuns:
+        """The tokens as runs; up to the end of the last block where blocks are indivisible."""
+        end = tokens.end
+        if self._whole_blocks:
+            end = -(-end // self._local_tokens) * self._local_tokens
+        return common_runs(
+            tokens.first,
+            end,
+            here,
+            there,
+            cut_local=self._cut_local,
+            cut_remote=self._cut_remote,
+        )
+
+    def pieces(self, runs: TokenRuns) -> _Pieces:
+        """Local addresses, remote addresses and lengths in bytes of some runs."""
+        lengths = runs.tokens * self._here.token_bytes
+        if self._whole_blocks:
+            lengths = runs.tokens // self._local_tokens * self._here.page_bytes
+        return (
+            _addresses(self._here, runs.local, self._local_tokens),
+            _addresses(self._there, runs.remote, self._remote_tokens),
+            lengths,
+        )
+
+
+def _addresses(component: ComponentAddress, positions: Numbers, block_tokens: int) -> Numbers:
+    if component.token_bytes and component.block_stride_bytes == component.page_bytes:
+        return component.address + positions * component.token_bytes
+    blocks, rows = np.divmod(positions, block_tokens)
+    return component.address + blocks * component.block_stride_bytes + rows * component.token_bytes
+
+
+def _table(
+    side: str, block_ids: Sequence[int], tokens: int, group: GroupManifest, shard: TokenShard
+) -> BlockTable:
+    needed = -(-tokens // (group.block_tokens * shard.count))
+    if len(block_ids) < needed:
         raise PeerError(
-            f"a pull begins at token {tokens.first}, inside a block of {block_tokens} tokens"
+            f"{tokens} tokens need {needed} blocks, {len(block_ids)} {side} ones are given"
         )
-    for side, ids in (("local", tokens.local_block_ids), ("remote", tokens.remote_block_ids)):
-        if len(ids) < end_block:
-            raise PeerError(
-                f"{tokens.end} tokens need {end_block} blocks, {len(ids)} {side} ones are given"
-            )
-    strangers = [b for b in tokens.remote_block_ids[:end_block] if not 0 <= b < remote_blocks]
-    if strangers:
-        raise PeerError(f"block {strangers[0]} is outside the producer's {remote_blocks} blocks")
-    runs: list[_Run] = []
-    for index in range(first_block, end_block):
-        here, there = tokens.local_block_ids[index], tokens.remote_block_ids[index]
-        filled = min(block_tokens, tokens.end - index * block_tokens)
-        last = runs[-1] if runs else None
-        if last and here == last.local + last.blocks and there == last.remote + last.blocks:
-            runs[-1] = _Run(last.local, last.remote, last.blocks + 1, filled)
-        else:
-            runs.append(_Run(here, there, 1, filled))
-    return runs
-
-
-def _pieces(
-    run: _Run, local: ComponentAddress, remote: ComponentAddress
-) -> list[tuple[int, int, int]]:
-    """Pieces of a run for one layer: (local address, remote address, bytes)."""
-    page = local.page_bytes
-    trimmable = local.token_bytes > 0 and local.token_bytes == remote.token_bytes
-    tail = run.tail_tokens * local.token_bytes if trimmable else page
-    here = local.address + run.local * local.block_stride_bytes
-    there = remote.address + run.remote * remote.block_stride_bytes
-    if local.block_stride_bytes == page and remote.block_stride_bytes == page:
-        return [(here, there, (run.blocks - 1) * page + tail)]
-    return [
-        (
-            here + i * local.block_stride_bytes,
-            there + i * remote.block_stride_bytes,
-            page if i < run.blocks - 1 else tail,
+    ids = np.asarray(block_ids[:needed], dtype=np.int64)
+    strangers = ids[(ids < 0) | (ids >= group.num_blocks)]
+    if len(strangers):
+        raise PeerError(
+            f"{side} block {strangers[0]} is outside the {group.num_blocks} blocks there"
         )
-        for i in range(run.blocks)
-    ]
+    return BlockTable(block_ids=ids, block_tokens=group.block_tokens, shard=shard)

@@ -10,10 +10,11 @@ from kvpp_connect._log import get_logger
 from kvpp_connect.connectors.mooncake_engine import MooncakeEngine
 from kvpp_connect.connectors.mooncake_v2 import registration
 from kvpp_connect.connectors.mooncake_v2.counters import PullStats
-from kvpp_connect.connectors.mooncake_v2.puller import Puller
+from kvpp_connect.connectors.mooncake_v2.exchange import ExchangeAddress, ShareExchange
+from kvpp_connect.connectors.mooncake_v2.puller import Puller, PullOptions
 from kvpp_connect.connectors.mooncake_v2.secret import load_keys
-from kvpp_connect.layout import RankManifest
-from kvpp_connect.seam.groups import GroupInfo, gather_in_group, group_info
+from kvpp_connect.layout import GroupManifest, RankManifest, TokenShard
+from kvpp_connect.seam.groups import gather_in_group, group_info, token_shard
 from kvpp_connect.seam.runtime import active_placement
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from kvpp_connect.connectors.mooncake_v2.config import MooncakeV2Config
     from kvpp_connect.connectors.mooncake_v2.metadata import StepOrders
-    from kvpp_connect.connectors.mooncake_v2.transfer_plan import LocalCaches
 
 logger = get_logger(__name__)
 
@@ -33,6 +33,13 @@ class WorkerResults:
     sent: set[str] = field(default_factory=set[str])
     received: set[str] = field(default_factory=set[str])
     failed: set[str] = field(default_factory=set[str])
+
+
+class _Card(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank tells the others of its group when vLLM starts them."""
+
+    manifest: RankManifest
+    exchange: ExchangeAddress
 
 
 class WorkerSide:
@@ -47,37 +54,49 @@ class WorkerSide:
         shape: registration.BlockShape,
     ) -> None:
         self._config = config
+        self._host = host
         self._shape = shape
         self._engine = MooncakeEngine(host, protocol)
         self._stats: PullStats | None = None
         self._puller: Puller | None = None
+        self._exchange: ShareExchange | None = None
         self._sent: set[str] = set()
         self._still_written: dict[str, float] = {}
-        self.publication: registration.StagePublication | None = None
+        self.publication: GroupManifest | None = None
 
     def register(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         """Make this rank's caches readable and writable by the transfer engine."""
-        group = group_info()
-        placement = active_placement()
-        caches = registration.describe_caches(kv_caches, self._shape, placement)
+        place = group_info()
+        components = registration.describe_caches(kv_caches, self._shape, active_placement())
         regions = registration.register_storage(self._engine, kv_caches)
-        self.publication = _publish(caches, self._shape, group, self._engine.session)
-        self._stats = PullStats(counts_tokens=group.rank_in_group == 0 and group.pp_rank == 0)
+        manifest = RankManifest(
+            pp_rank=place.pp_rank,
+            rank_in_group=place.rank_in_group,
+            session=self._engine.session,
+            components=components,
+            shard=token_shard(run) if (run := self._shape.interleave_tokens) else TokenShard(),
+        )
+        self._exchange = ShareExchange(place.rank_in_group, self._host)
+        self.publication = self._meet_group(manifest)
+        self._stats = PullStats(counts_tokens=place.rank_in_group == 0 and place.pp_rank == 0)
         self._puller = Puller(
             engine=self._engine,
-            caches=caches,
-            reader_rank=group.rank_in_group,
-            control_timeout_s=self._config.control_timeout_s,
-            failed_read_hold_s=self._config.failed_read_hold_s,
+            group=self.publication,
+            rank=place.rank_in_group,
+            exchange=self._exchange,
+            options=PullOptions(
+                mode=self._config.pull_mode,
+                control_timeout_s=self._config.control_timeout_s,
+                control_keys=load_keys(self._config.control_secret_file),
+                failed_read_hold_s=self._config.failed_read_hold_s,
+            ),
             stats=self._stats,
-            control_keys=load_keys(self._config.control_secret_file),
         )
         logger.info(
-            "MooncakeConnectorV2 worker pp%d/rank%d: %d of %d layers held, %d memory region(s), "
+            "MooncakeConnectorV2 worker %s: %d of %d layers held, %d memory region(s), "
             "transfer engine at %s",
-            group.pp_rank,
-            group.rank_in_group,
-            len(caches.components),
+            manifest.name,
+            len(components),
             len(kv_caches),
             regions,
             self._engine.session,
@@ -87,6 +106,7 @@ class WorkerSide:
         """Begin the step's pulls and note what is to be reported as sent."""
         assert self._puller is not None, "vLLM registers the caches before the first step"
         self._sent |= orders.ended_leases
+        self._puller.cancel(orders.cancelled)
         for pull in orders.pulls:
             self._puller.submit(pull)
 
@@ -117,29 +137,26 @@ class WorkerSide:
 
     def close(self) -> None:
         """Stop pulling."""
+        if self._exchange is not None:
+            self._exchange.close()
         if self._puller is not None:
             self._puller.close()
 
+    def _meet_group(self, mine: RankManifest) -> GroupManifest:
+        """Exchange manifests inside the KVPP group; every rank returns the whole group's.
 
-def _publish(
-    caches: "LocalCaches", shape: registration.BlockShape, group: GroupInfo, session: str
-) -> registration.StagePublication:
-    """Exchange manifests inside the KVPP group; every rank returns the whole group's.
-
-    vLLM keys what workers hand to the scheduler side by (pp, tp), so ranks that differ in their
-    PCP rank only would overwrite each other with anything less than the whole.
-    """
-    mine = RankManifest(
-        pp_rank=group.pp_rank,
-        rank_in_group=group.rank_in_group,
-        session=session,
-        components=caches.components,
-    )
-    decoder = msgspec.msgpack.Decoder(RankManifest)
-    gathered = gather_in_group(msgspec.msgpack.encode(mine))
-    return registration.StagePublication(
-        num_blocks=shape.num_blocks,
-        block_tokens=shape.block_tokens,
-        cache_dtype=caches.cache_dtype,
-        ranks=tuple(decoder.decode(rank) for rank in gathered),
-    )
+        vLLM keys what workers hand to the scheduler side by (pp, tp), so ranks that differ in
+        their PCP rank only would overwrite each other with anything less than the whole.
+        """
+        assert self._exchange is not None
+        card = _Card(manifest=mine, exchange=self._exchange.address)
+        decoder = msgspec.msgpack.Decoder(_Card)
+        cards = [decoder.decode(row) for row in gather_in_group(msgspec.msgpack.encode(card))]
+        self._exchange.connect(
+            {c.manifest.rank_in_group: c.exchange for c in cards if c.manifest != mine}
+        )
+        return GroupManifest(
+            num_blocks=self._shape.num_blocks,
+            block_tokens=self._shape.block_tokens,
+            ranks=tuple(c.manifest for c in cards),
+        )

@@ -2,7 +2,7 @@ import pytest
 
 from kvpp_connect.connectors.mooncake_v2.counters import FailureCause, PullStats
 
-PULLED = {"num_bytes": 10, "tokens": 3, "pieces": 2, "seconds": 0.5}
+PULLED = {"num_bytes": 10, "peer_bytes": 4, "tokens": 3, "pieces": 2, "seconds": 0.5}
 
 
 def test_pulls_add_up_and_are_told_once():
@@ -12,6 +12,7 @@ def test_pulls_add_up_and_are_told_once():
     assert stats.take() == {
         "pulls": 2,
         "pull_bytes": 20,
+        "pull_peer_bytes": 8,
         "pull_tokens": 6,
         "pull_pieces": 4,
         "pull_seconds": 1.0,

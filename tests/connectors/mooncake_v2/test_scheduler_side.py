@@ -13,9 +13,9 @@ from kvpp_connect.connectors.mooncake_v2 import wire
 from kvpp_connect.connectors.mooncake_v2.config import MooncakeV2Config
 from kvpp_connect.connectors.mooncake_v2.control import ControlClient, UnreachableError
 from kvpp_connect.connectors.mooncake_v2.metadata import parse_remote_prefill
-from kvpp_connect.connectors.mooncake_v2.registration import StagePublication
 from kvpp_connect.connectors.mooncake_v2.scheduler_side import SchedulerSide
 from kvpp_connect.connectors.mooncake_v2.secret import load_keys
+from kvpp_connect.layout import GroupManifest
 from kvpp_connect.seam.api import RequestStatus
 
 PROMPT = list(range(40))
@@ -23,10 +23,9 @@ LEASE_S = 0.8
 
 
 def publication():
-    return StagePublication(
+    return GroupManifest(
         num_blocks=8,
         block_tokens=16,
-        cache_dtype="torch.float32",
         ranks=(rank_manifest(0, address("layer", 0)),),
     )
 

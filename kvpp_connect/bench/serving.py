@@ -169,7 +169,9 @@ def _serve(
     with Fleet(model.parent / "logs") as fleet:
         with show_progress(console) as progress:
             (running,) = fleet.start([server.launch()], timeout_s=_START_LIMIT_S, progress=progress)
-        client = CompletionClient(url=server.url, model=MODEL_NAME, timeout_s=options.request_limit_s)
+        client = CompletionClient(
+            url=server.url, model=MODEL_NAME, timeout_s=options.request_limit_s
+        )
         tokens: list[tuple[int, ...]] = []
         seconds: list[float] = []
         try:

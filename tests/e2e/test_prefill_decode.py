@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from e2e_tools import count, decode, kv, post, prefill, wait_for
 
-from kvpp_connect.errors import KvppError
+from kvpp_connect.errors import PeerError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -86,49 +86,41 @@ def test_one_done_per_request_frees_the_blocks_on_p(nodes, prompts, plain):
 
 
 @pytest.fixture
-def occupied(nodes, prompts):
-    """D at TP=1 with all its slots taken, for longer than a lease."""
+def full(nodes, prompts):
+    """D at TP=1 with all its slots taken three times over, for longer than a lease."""
+    d, prompt = nodes["d1"], fresh(prompts[0], 60)
+    gauge = "vllm:num_requests_running"
     with ThreadPoolExecutor(12) as pool:
-        prompt = fresh(prompts[0], 60)
-        running = [pool.submit(post, nodes["d1"], prompt, 690) for _ in range(12)]
-        wait_for(lambda: nodes["d1"].counters(["vllm:num_requests_running"]).values())
-        time.sleep(0.5)
-        yield running
+        running = [pool.submit(post, d, prompt, 690) for _ in range(12)]
+        wait_for(lambda: d.counters([gauge]).get(gauge) == 4)
+        yield d
         for future in running:
             future.result()
 
 
-def test_a_request_that_waits_on_d_for_longer_than_a_lease_is_pulled_all_the_same(
-    nodes, prompts, plain, occupied
+def test_while_d_is_full_an_abort_frees_p_s_blocks_at_once_and_who_waits_is_pulled_in_the_end(
+    nodes, prompts, plain, full
 ):
-    p, d = nodes["p"], nodes["d1"]
-    prompt = fresh(prompts[1], 61)
-    params = prefill(p, prompt)
-    before = count(p, "leases_expired"), count(d, "pull_tokens", "pull_failures")
-    renewed = count(p, "leases_renewed")
+    p, waiting = nodes["p"], fresh(prompts[1], 61)
+    params = prefill(p, waiting)
+    before = count(p, "leases_expired", "leases_released", "leases_renewed")
+    pulled, failures = count(full, "pull_tokens", "pull_failures")
     began = time.monotonic()
-    tokens = decode(d, prompt, params)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(decode, full, waiting, params)
+        aborted = fresh(prompts[1], 62)
+        with pytest.raises(PeerError, match="did not answer within 1 s"):
+            decode(replace(full, timeout_s=1), aborted, prefill(p, aborted))
+        wait_for(lambda: count(p, "leases_released")[0] == before[1] + 1, timeout_s=20)
+        assert not answer.done()
+        tokens = answer.result()
     waited_s = time.monotonic() - began
-    assert tokens == plain.complete(prompt, max_tokens=12).token_ids
-    assert waited_s > 1.5 * LEASE_S, "D was not busy for long enough to show anything"
-    wait_for(lambda: count(d, "pull_tokens")[0] > before[1][0])
-    assert count(d, "pull_failures")[0] == before[1][1]
-    assert count(p, "leases_expired") == before[0]
-    assert count(p, "leases_renewed") > renewed
-
-
-def test_an_abort_while_a_request_waits_on_d_frees_its_blocks_on_p_at_once(
-    nodes, prompts, occupied
-):
-    p, d = nodes["p"], nodes["d1"]
-    prompt = fresh(prompts[1], 62)
-    params = prefill(p, prompt)
-    expired, released = count(p, "leases_expired", "leases_released")
-    impatient = replace(d, timeout_s=1)
-    with pytest.raises((KvppError, OSError)):
-        decode(impatient, prompt, params)
-    wait_for(lambda: count(p, "leases_released")[0] == released + 1, timeout_s=20)
-    assert count(p, "leases_expired")[0] == expired
+    assert tokens == plain.complete(waiting, max_tokens=12).token_ids
+    assert waited_s > 1.5 * LEASE_S, "D was not full for long enough to show anything"
+    wait_for(lambda: count(full, "pull_tokens")[0] > pulled)
+    assert count(full, "pull_failures") == [failures]
+    expired, _, renewed = count(p, "leases_expired", "leases_released", "leases_renewed")
+    assert (expired, renewed > before[2]) == (before[0], True)
 
 
 def test_a_reader_that_never_comes_is_forgotten_after_the_lease(nodes, prompts, plain):

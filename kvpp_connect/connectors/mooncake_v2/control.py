@@ -9,7 +9,6 @@ from typing import Any
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
-from zmq.utils.monitor import parse_monitor_message
 
 from kvpp_connect._log import get_logger
 from kvpp_connect.connectors.mooncake_v2 import wire
@@ -23,6 +22,7 @@ DEFAULT_QUESTIONS_PER_S = 1000.0
 
 _POLL_MS = 200
 _BUSY_PAUSE_S = 0.1
+_RECONNECT_MS = 500
 # A question too large for us is answered with an error; ZeroMQ cuts off who sends more than this.
 _CUT_OFF_BYTES = 4 * wire.MAX_QUESTION_BYTES
 # Frames of a question: its sender's route (3 at most), and the message.
@@ -128,17 +128,28 @@ class ControlServer:
         poller.register(self._monitor, zmq.POLLIN)
         try:
             while not self._stopped.is_set():
-                ready = dict(poller.poll(_POLL_MS))
-                if self._monitor in ready:
-                    self._note_refused()
-                if self._socket in ready:
-                    self._serve_one()
+                try:
+                    self._serve(dict(poller.poll(_POLL_MS)))
+                except Exception:  # the thread's boundary: a deaf producer would lose every lease
+                    logger.exception("control channel: its thread goes on after an error")
+                    self._stopped.wait(_POLL_MS / 1000)
         finally:
             self._socket.disable_monitor()
             self._destroy()
 
-    def _serve_one(self) -> None:
-        frames = self._socket.recv_multipart(copy=False)
+    def _serve(self, ready: dict[Any, int]) -> None:
+        if self._monitor in ready:
+            self._monitor.recv_multipart(zmq.NOBLOCK)
+            self._refuse(
+                wire.BadMessage.UNAUTHENTICATED,
+                "a peer",
+                "no handshake; unless that was a port probe, control_secret_file differs or is set "
+                "on one side only",
+            )
+        if self._socket in ready:
+            self._answer_one(self._socket.recv_multipart(zmq.NOBLOCK, copy=False))
+
+    def _answer_one(self, frames: list[zmq.Frame]) -> None:
         peer = _address_of(frames[-1])
         try:
             reply = self._reply(peer, [frame.bytes for frame in frames])
@@ -147,7 +158,7 @@ class ControlServer:
             reply = wire.ErrorAnswer(str(error))
         except PeerError as error:
             reply = wire.ErrorAnswer(str(error))
-        except Exception as error:  # the thread's boundary: one bad question must not end it
+        except Exception as error:  # a bug in one answer must not cost the others theirs
             logger.exception("control channel: a question of %s failed", peer)
             reply = wire.ErrorAnswer(f"internal error: {error}")
         try:
@@ -168,15 +179,6 @@ class ControlServer:
                 wire.BadMessage.MALFORMED, f"a message of {len(frames) - 1} frames"
             )
         return self._answer(wire.decode_question(frames[-1]))
-
-    def _note_refused(self) -> None:
-        parse_monitor_message(self._monitor.recv_multipart())
-        self._refuse(
-            wire.BadMessage.UNAUTHENTICATED,
-            "a peer",
-            "no handshake; unless that was a port probe, control_secret_file differs or is set on "
-            "one side only",
-        )
 
     def _refuse(self, cause: wire.BadMessage, peer: str, text: str) -> None:
         with self._lock:
@@ -254,6 +256,9 @@ class ControlClient:
             raise
 
     def _send(self, question: wire.Question, timeout_s: float) -> bytes:
+        if self._socket is not None and self._monitor.poll(0):
+            # A handshake failed while nobody asked, as when the producer was restarted.
+            self._drop()
         socket = self._socket or self._connect()
         socket.send(wire.encode(question))
         poller = zmq.Poller()
@@ -274,6 +279,7 @@ class ControlClient:
         self._socket = socket = zmq.Context.instance().socket(zmq.REQ)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_ANSWER_BYTES)
+        socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
         if self._ipv6:
             socket.setsockopt(zmq.IPV6, 1)
         if self._keys is not None:

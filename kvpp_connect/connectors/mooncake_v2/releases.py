@@ -65,7 +65,11 @@ class LeaseReleaser:
         if delay_s <= 0:
             with self._changed:
                 self._plan.drop((remote.host, remote.port), remote.lease)
-            self._releases.submit((remote.host, remote.port), lambda c: self._release(c, remote))
+            # Nobody renews it any more, so by then it has run out on a producer that lives.
+            until = time.monotonic() + remote.lease_s
+            self._releases.submit(
+                (remote.host, remote.port), lambda client: self._release(client, remote, until)
+            )
             return
         with self._changed:
             self._plan.keep(remote, time.monotonic())
@@ -150,29 +154,31 @@ class LeaseReleaser:
                 state.value,
             )
 
-    def _release(self, client: ControlClient, remote: RemotePrefill) -> None:
-        pause_s = _FIRST_PAUSE_S
-        for attempt in range(1, _ATTEMPTS + 1):
+    def _release(self, client: ControlClient, remote: RemotePrefill, until: float) -> None:
+        pause_s, error = _FIRST_PAUSE_S, PeerError("it did not answer for as long as the lease")
+        for _ in range(_ATTEMPTS):
+            if time.monotonic() > until:
+                break
             try:
                 answer = client.ask(wire.Release(remote.lease))
-            except PeerError as error:
-                if attempt < _ATTEMPTS and not self._closed.wait(pause_s):
-                    pause_s *= 2
-                    continue
-                logger.warning(
-                    "request %s: its blocks on engine %s at %s:%d are freed by the lease's expiry "
-                    "only: %s",
-                    remote.lease.request_id,
-                    remote.engine_id,
-                    remote.host,
-                    remote.port,
-                    error,
-                )
-                with self._changed:
-                    self._counts["unreleased"] += 1
+            except PeerError as failure:
+                error = failure
+                if self._closed.wait(pause_s):
+                    break
+                pause_s *= 2
             else:
                 logger.debug("lease of %s: %s", remote.lease.request_id, answer)
-            return
+                return
+        logger.warning(
+            "request %s: its blocks on engine %s at %s:%d are freed by the lease's expiry only: %s",
+            remote.lease.request_id,
+            remote.engine_id,
+            remote.host,
+            remote.port,
+            error,
+        )
+        with self._changed:
+            self._counts["unreleased"] += 1
 
 
 def _renew(client: ControlClient, batch: RenewalBatch) -> tuple[wire.LeaseState, ...]:

@@ -132,6 +132,19 @@ def test_a_closed_client_opens_another_connection_when_it_is_asked(serve):
         client.close()
 
 
+def test_a_handshake_that_failed_while_nobody_asked_does_not_spoil_the_next_question(serve):
+    """The producer was restarted, and something else had its port in between."""
+    first = serve(held)
+    with ControlClient("127.0.0.1", first.port, 10) as client:
+        client.ask(wire.Confirm(LEASE))
+        first.close()
+        with socket.create_server(("127.0.0.1", first.port)) as stranger:
+            stranger.settimeout(10)
+            stranger.accept()[0].close()
+        serve(held, port=first.port)
+        assert client.ask(wire.Confirm(LEASE)) == wire.LeaseAnswer(wire.LeaseState.HELD)
+
+
 def test_several_servers_share_a_host_without_chosen_ports(serve):
     ports = {serve(held).port for _ in range(8)}
     assert len(ports) == 8

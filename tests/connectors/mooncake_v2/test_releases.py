@@ -236,3 +236,15 @@ def test_a_release_that_does_not_get_through_is_counted(free_port):
         time.sleep(0.05)
     assert counts == {"unreleased": 1}
     releaser.close()
+
+
+def test_releases_that_pile_up_for_a_dead_producer_end_with_their_leases(free_port):
+    releaser = LeaseReleaser(timeout_s=0.2)
+    for number in range(50):
+        releaser.release(remote(free_port, f"r{number}", lease_s=1.0))
+    unreleased, deadline = 0, time.monotonic() + 8
+    while unreleased < 50:
+        assert time.monotonic() < deadline, unreleased
+        unreleased += releaser.take_counts().get("unreleased", 0)
+        time.sleep(0.02)
+    releaser.close()

@@ -25,7 +25,6 @@ from kvpp_connect.errors import ConfigError, PeerError
 
 _PREEMPTIONS = "vllm:num_preemptions_total"
 _START_LIMIT_S = 240.0
-_REQUEST_LIMIT_S = 240.0
 _FIRST_TOKEN, _VOCABULARY = 5, 500  # without the special tokens
 _LEAST_PROMPT, _MOST_PROMPT = 114, 763  # tokens
 
@@ -39,6 +38,7 @@ class ServingOptions:
         running_tokens: one server in compact mode for each; ``None`` is the default size.
         requests, concurrency: of one round.
         rounds: each with new prompts.
+        request_limit_s: for one answer; where little runs at once, most of it is waiting.
     """
 
     ranks: int = 2
@@ -49,6 +49,7 @@ class ServingOptions:
     concurrency: int = 16
     max_tokens: int = 40
     rounds: int = 2
+    request_limit_s: float = 600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,7 +169,9 @@ def _serve(
     with Fleet(model.parent / "logs") as fleet:
         with show_progress(console) as progress:
             (running,) = fleet.start([server.launch()], timeout_s=_START_LIMIT_S, progress=progress)
-        client = CompletionClient(url=server.url, model=MODEL_NAME, timeout_s=_REQUEST_LIMIT_S)
+        client = CompletionClient(
+            url=server.url, model=MODEL_NAME, timeout_s=options.request_limit_s
+        )
         tokens: list[tuple[int, ...]] = []
         seconds: list[float] = []
         try:

@@ -233,6 +233,7 @@ def serving(
         str, typer.Option(help="Sizes for compact mode, such as default,3200,6400.")
     ] = "default",
     rounds: Annotated[int, typer.Option(min=1, help="How often the requests are sent.")] = 2,
+    timeout: Annotated[float, typer.Option(min=1, help="Limit for one answer, in seconds.")] = 600,
     as_json: AsJson = False,
 ) -> None:
     """Compare plain vLLM, full and compact mode on real servers.
@@ -256,6 +257,7 @@ def serving(
         kv_cache_bytes=kv_cache_bytes,
         running_tokens=_running_tokens(running_tokens),
         rounds=rounds,
+        request_limit_s=timeout,
     )
     report = measure_serving(options, Console(stderr=True))
     if as_json:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Writes requirements/cpu.lock anew: the newest releases that pyproject.toml's core, `cpu`, `bench` and `dev`
-# dependencies admit. Nothing is installed. Run it with the oldest supported Python.
+# Writes requirements/cpu.lock anew: the newest releases that pyproject.toml's core, `cpu`, `bench`
+# and `dev` dependencies admit. Nothing is installed. Run it with the oldest supported Python.
 #
 # vLLM's CPU build asks for torchvision, torchaudio and torchcodec, and xgrammar asks for triton:
 # KVPP uses none of them and triton is for GPUs, so they are left out. pip cannot leave out a

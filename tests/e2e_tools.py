@@ -42,6 +42,25 @@ def decode(client, prompt, params):
     return tuple(post(client, prompt, MAX_TOKENS, params)["choices"][0]["token_ids"])
 
 
+def kv(role, **extra):
+    """The transfer configuration of a P/D node that gives up early."""
+    if role != "kv_producer":
+        extra = {"control_timeout_s": 2, "failed_read_hold_s": 1, **extra}
+    return {
+        "kv_connector": "MooncakeConnectorV2",
+        "kv_connector_module_path": "kvpp_connect.connectors",
+        "kv_role": role,
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def count(client, *names):
+    """Values of the connector's counters."""
+    found = client.counters([f"vllm:kvpp_{name}_total" for name in names])
+    return [found.get(f"vllm:kvpp_{name}_total", 0) for name in names]
+
+
 def wait_for(condition, timeout_s=90):
     """The condition's first true value; fails when there is none in time."""
     deadline = time.monotonic() + timeout_s

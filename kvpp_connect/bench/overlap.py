@@ -13,6 +13,8 @@ streams and links of their own the engine starts the same broadcasts beside the 
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -75,6 +77,9 @@ class OverlapRow:
         layer_bytes: of one broadcast.
         off, on, transfer: seconds of a step: compute alone, compute and broadcasts, broadcasts
             alone.
+        exposed_s: what KVPP adds to a step, median of all rounds.
+        hidden_share: the rest, as a share of the time of the broadcasts alone, median of all
+            rounds; noise may carry it past 0 and 1.
     """
 
     step: str
@@ -85,16 +90,8 @@ class OverlapRow:
     off: Spread
     on: Spread
     transfer: Spread
-
-    @property
-    def exposed_s(self) -> float:
-        """Seconds that KVPP adds to the median step."""
-        return self.on.median_s - self.off.median_s
-
-    @property
-    def hidden_share(self) -> float:
-        """Share of the broadcasts' median time; noise may carry it past 0 and 1."""
-        return 1 - self.exposed_s / self.transfer.median_s
+    exposed_s: float
+    hidden_share: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,16 +167,28 @@ def _measure_step(
             on[name].append(timed(lambda step=step: step.run(work)))
             alone[name].append(timed(step.run))
     sent = options.blocks if mode == "full" else shape.requests * shape.blocks
+    flops = 2 * 2 * shape.requests * shape.tokens * options.width**2
     return [
         OverlapRow(
             step=shape.name,
             mode=mode,
             transport=name,
-            layer_flops=2 * 2 * shape.requests * shape.tokens * options.width**2,
+            layer_flops=flops,
             layer_bytes=sent * BLOCK_BYTES,
-            off=spread(off[1:]),
-            on=spread(on[name][1:]),
-            transfer=spread(alone[name][1:]),
+            **compare_rounds(off[1:], on[name][1:], alone[name][1:]),
         )
         for name in made
     ]
+
+
+def compare_rounds(off: list[float], on: list[float], alone: list[float]) -> dict[str, Any]:
+    """The times of a row, round by round, so that load that comes and goes weighs little."""
+    exposed = [with_kvpp - without for without, with_kvpp in zip(off, on, strict=True)]
+    hidden = [1 - added / moved for added, moved in zip(exposed, alone, strict=True)]
+    return {
+        "off": spread(off),
+        "on": spread(on),
+        "transfer": spread(alone),
+        "exposed_s": median(exposed),
+        "hidden_share": median(hidden),
+    }

@@ -89,11 +89,7 @@ def overlap(
     options = OverlapOptions(ranks=ranks, layers=layers, blocks=blocks, width=width, rounds=rounds)
     report = measure_overlap(options, timeout)
     if as_json:
-        rows = [
-            {**asdict(row), "exposed_s": row.exposed_s, "hidden_share": row.hidden_share}
-            for row in report.rows
-        ]
-        print_json("bench overlap", {**asdict(report), "rows": rows})
+        print_json("bench overlap", asdict(report))
     else:
         _print_overlap(report)
 

@@ -1,4 +1,4 @@
-"""P/D through real Mooncake: P with KVPP on two ranks, D without KVPP on one and on two.
+"""P/D through real Mooncake: P with KVPP on two ranks, D on one, on two, and on two with KVPP.
 
 P runs in compact mode here; the demo runs it in full mode.
 """
@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from e2e_tools import decode, post, prefill, wait_for
+from e2e_tools import count, decode, kv, post, prefill, wait_for
 
 from kvpp_connect.errors import PeerError
 
@@ -16,18 +16,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 TOKEN_BYTES = 6 * 576 * 4
 LEASE_S = 5
-
-
-def kv(role, **extra):
-    if role != "kv_producer":
-        extra = {"control_timeout_s": 2, "failed_read_hold_s": 1, **extra}
-    return {
-        "kv_connector": "MooncakeConnectorV2",
-        "kv_connector_module_path": "kvpp_connect.connectors",
-        "kv_role": role,
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": extra,
-    }
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +33,9 @@ def nodes(describe, run_servers, secret):
         describe("p", 2, kvpp={"mode": "compact"}, kv=p),
         describe("d1", 1, kv=kv("kv_consumer", **secret)),
         describe("d2", 2, kv=kv("kv_consumer", **secret)),
+        describe("dk", 2, kvpp={"mode": "compact"}, kv=kv("kv_consumer", **secret)),
     ) as clients:
         yield clients
-
-
-def count(client, *names):
-    found = client.counters([f"vllm:kvpp_{name}_total" for name in names])
-    return [found.get(f"vllm:kvpp_{name}_total", 0) for name in names]
 
 
 def fresh(prompt, number):
@@ -62,7 +46,7 @@ def fresh(prompt, number):
 PULLED = ("pull_bytes", "pull_peer_bytes", "pull_tokens", "pull_failures")
 
 
-@pytest.mark.parametrize(("name", "other_ranks"), [("d1", 0), ("d2", 1)])
+@pytest.mark.parametrize(("name", "other_ranks"), [("d1", 0), ("d2", 1), ("dk", 0)])
 def test_the_tokens_are_those_of_plain_vllm_and_each_byte_leaves_p_once(
     nodes, name, other_ranks, prompts, plain_tokens
 ):

@@ -19,6 +19,7 @@ import zmq
 
 from kvpp_connect._log import get_logger
 from kvpp_connect.connectors.mooncake_v2.control import bracket
+from kvpp_connect.connectors.mooncake_v2.limits import RareLog
 from kvpp_connect.errors import ConfigError
 
 logger = get_logger(__name__)
@@ -75,6 +76,7 @@ class ShareExchange:
         self._lock = threading.Lock()
         self._pulls: dict[ShareKey, _Expected] = {}
         self._peers: dict[int, tuple[zmq.Socket[bytes], bytes]] = {}
+        self._log = RareLog(logger)
         self._stopped = threading.Event()
         self._context = zmq.Context()
         self._inbox = self._socket(zmq.PULL)
@@ -156,16 +158,17 @@ class ShareExchange:
                     self._hear(decoder, self._inbox.recv())
                 self._give_up_overdue()
         finally:
-            self._context.destroy(linger=0)
+            with self._lock:  # no other thread is sending then
+                self._context.destroy(linger=0)
 
     def _hear(self, decoder: "msgspec.msgpack.Decoder[_Notice]", frame: bytes) -> None:
         try:
             notice = decoder.decode(frame)
         except msgspec.DecodeError:
-            logger.warning("a message that is no notice was dropped")
+            self._log.warning("a message that is no notice was dropped")
             return
         if not hmac.compare_digest(notice.token, self.address.token):
-            logger.warning("a notice for another engine was dropped")
+            self._log.warning("a notice for another engine was dropped")
             return
         with self._lock:
             pull = self._pulls.setdefault(

@@ -104,6 +104,7 @@ class MooncakeConnectorV2(KVConnectorBase_V1, SupportsHMA):
                 host=host,
                 protocol=config.protocol or transfer_protocol(vllm_config),
                 shape=_block_shape(kv_cache_config, vllm_config),
+                consumes=transfer.is_kv_consumer,
             )
 
     @classmethod

@@ -16,10 +16,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
 from kvpp_connect._log import get_logger
 from kvpp_connect.connectors.mooncake_v2.control import bracket
 from kvpp_connect.connectors.mooncake_v2.limits import RareLog
+from kvpp_connect.connectors.mooncake_v2.secret import ControlKeys
 from kvpp_connect.errors import ConfigError
 
 logger = get_logger(__name__)
@@ -53,7 +55,7 @@ class _Notice(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class _Expected:
+class _Shares:
     # What is known of the shares of one pull; written by the listener and by pulls.
     known: dict[int, bool] = field(default_factory=dict[int, bool])
     # Ranks whose notices are awaited, and who waits; None until the own share is read.
@@ -66,25 +68,34 @@ class _Expected:
 class ShareExchange:
     """One rank's notices to and from the other ranks of its group. Thread-safe."""
 
-    def __init__(self, rank: int, host: str) -> None:
+    def __init__(self, rank: int, host: str, keys: ControlKeys | None = None) -> None:
         """Listen on any free port.
+
+        Args:
+            keys: from the control channel's secret; notices are encrypted with them.
 
         Raises:
             ConfigError: ``host`` cannot be bound.
         """
         self._rank = rank
+        self._keys = keys
         self._lock = threading.Lock()
-        self._pulls: dict[ShareKey, _Expected] = {}
+        self._pulls: dict[ShareKey, _Shares] = {}
         self._peers: dict[int, tuple[zmq.Socket[bytes], bytes]] = {}
         self._log = RareLog(logger)
         self._stopped = threading.Event()
         self._context = zmq.Context()
+        self._guard = ThreadAuthenticator(self._context, log=logger) if keys else None
         self._inbox = self._socket(zmq.PULL)
         self._inbox.setsockopt(zmq.MAXMSGSIZE, _MAX_NOTICE_BYTES)
+        if keys is not None and self._guard is not None:
+            self._guard.start()
+            self._guard.configure_curve_callback("*", keys)
+            keys.protect_server(self._inbox)
         try:
             self._inbox.bind(f"tcp://{bracket(host)}:*")
         except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
+            self._destroy()
             raise ConfigError(
                 f"MooncakeConnectorV2: cannot listen on {host} for the other ranks ({error}); is "
                 "kv_connector_extra_config.host an address of this machine?"
@@ -100,6 +111,8 @@ class ShareExchange:
         for rank, address in addresses.items():
             socket = self._socket(zmq.PUSH)
             socket.setsockopt(zmq.SNDTIMEO, _SEND_MS)
+            if self._keys is not None:
+                self._keys.protect_client(socket)
             socket.connect(address.endpoint)
             self._peers[rank] = (socket, address.token)
 
@@ -124,10 +137,12 @@ class ShareExchange:
         """
         future: Future[frozenset[int]] = Future()
         with self._lock:
-            pull = self._pulls.setdefault(key, _Expected())
+            pull = self._pulls.setdefault(key, _Shares())
             pull.awaited, pull.waiter = frozenset(ranks), future
             pull.deadline = time.monotonic() + within_s
         self._settle(key)
+        if self._stopped.is_set():
+            self.forget(key)
         return future
 
     def forget(self, key: ShareKey) -> None:
@@ -154,16 +169,25 @@ class ShareExchange:
         decoder = msgspec.msgpack.Decoder(_Notice)
         try:
             while not self._stopped.is_set():
-                if self._inbox.poll(_POLL_MS):
-                    self._hear(decoder, self._inbox.recv())
-                self._give_up_overdue()
+                try:
+                    if self._inbox.poll(_POLL_MS):
+                        self._hear(decoder, self._inbox.recv_multipart())
+                    self._give_up_overdue()
+                except Exception:  # the thread's boundary: who waits must be woken all the same
+                    logger.exception("hearing the other ranks failed")
+                    time.sleep(_POLL_MS / 1000)
         finally:
             with self._lock:  # no other thread is sending then
-                self._context.destroy(linger=0)
+                self._destroy()
 
-    def _hear(self, decoder: "msgspec.msgpack.Decoder[_Notice]", frame: bytes) -> None:
+    def _destroy(self) -> None:
+        if self._guard is not None and self._guard.is_alive():
+            self._guard.stop()
+        self._context.destroy(linger=0)
+
+    def _hear(self, decoder: "msgspec.msgpack.Decoder[_Notice]", frames: list[bytes]) -> None:
         try:
-            notice = decoder.decode(frame)
+            notice = decoder.decode(frames[-1])
         except msgspec.DecodeError:
             self._log.warning("a message that is no notice was dropped")
             return
@@ -172,7 +196,7 @@ class ShareExchange:
             return
         with self._lock:
             pull = self._pulls.setdefault(
-                notice.key, _Expected(deadline=time.monotonic() + _KEEP_UNASKED_S)
+                notice.key, _Shares(deadline=time.monotonic() + _KEEP_UNASKED_S)
             )
             pull.known[notice.sender] = notice.arrived
         self._settle(notice.key)

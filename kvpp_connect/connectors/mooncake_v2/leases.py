@@ -87,6 +87,15 @@ class LeaseBook:
             lease = self._find(ref)
             return lease.state if lease else LeaseState.UNKNOWN
 
+    def extend(self, ref: LeaseRef) -> tuple[LeaseState, float]:
+        """Renew one lease; answer its state, and for how many seconds it holds from now on."""
+        with self._lock:
+            self._expire()
+            lease = self._find(ref)
+            if lease is None or self._renew(lease) is not LeaseState.HELD:
+                return lease.state if lease else LeaseState.UNKNOWN, 0.0
+            return LeaseState.HELD, lease.deadline - self._clock()
+
     def release(self, ref: LeaseRef) -> LeaseState:
         """End a lease; asking again gives the same answer."""
         with self._lock:

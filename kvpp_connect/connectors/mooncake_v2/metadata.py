@@ -26,7 +26,7 @@ class Handover(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     incarnation: str
-    generation: int
+    generation: Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
     lease_s: Annotated[float, msgspec.Meta(gt=0, lt=1e9)]
     prompt_tokens: int
     prompt_digest: str

@@ -116,10 +116,11 @@ class PeerPool(Generic[_C]):
 
     def _start(self, address: PeerAddress) -> _Peer:
         self._make_room()
-        peer = self._peers[address] = _Peer(address)
+        peer = _Peer(address)
         name = f"{self._name}-{address[0]}:{address[1]}"
         peer.thread = threading.Thread(target=self._work, args=(peer,), name=name, daemon=True)
         peer.thread.start()
+        self._peers[address] = peer
         return peer
 
     def _make_room(self) -> None:
@@ -152,5 +153,6 @@ class PeerPool(Generic[_C]):
                 with self._lock:
                     # A job may have come between the time-out and the lock.
                     if not peer.pending:
-                        self._peers.pop(peer.address, None)
+                        if self._peers.get(peer.address) is peer:
+                            del self._peers[peer.address]
                         return None

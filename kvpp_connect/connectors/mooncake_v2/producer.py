@@ -128,6 +128,6 @@ class Producer:
             case wire.Renew(incarnation=incarnation, generations=generations):
                 return wire.RenewAnswer(self._leases.renew(incarnation, generations))
             case wire.Confirm(lease=lease):
-                return wire.LeaseAnswer(self._leases.confirm(lease))
+                return wire.LeaseAnswer(*self._leases.extend(lease))
             case wire.Release(lease=lease):
                 return wire.LeaseAnswer(self._leases.release(lease))

@@ -55,18 +55,27 @@ class ProducerLink:
             self._known = answer.manifest, self._plan(answer.manifest)
         return self._known
 
-    def confirm(self, remote: RemotePrefill) -> None:
-        """Make sure that what was read was not overwritten meanwhile.
+    def confirm(self, remote: RemotePrefill, for_s: float = 0.0) -> None:
+        """Make sure that what was read was not overwritten, and will not be for a while.
+
+        Args:
+            for_s: seconds for which a read that was given up may still copy the blocks.
 
         Raises:
-            PeerError: the lease is over, or there is no answer.
+            PeerError: the lease is over or too short, or there is no answer.
         """
         answer = self._client.ask(wire.Confirm(remote.lease))
+        left_s = answer.left_s if isinstance(answer, wire.LeaseAnswer) else 0.0
         state = answer.state if isinstance(answer, wire.LeaseAnswer) else None
         if state is not wire.LeaseState.HELD:
             raise LeaseLostError(
                 f"the lease is {state.value if state else 'unclear'} after the read, the blocks "
                 "may have been overwritten; raise lease_s on the prefill node if this happens often"
+            )
+        if left_s < for_s:
+            raise LeaseLostError(
+                f"the lease holds for {left_s:.1f} s, a read that was given up may go on for "
+                f"{for_s:.1f} s; make lease_s on the prefill node longer than failed_read_hold_s"
             )
 
     def close(self) -> None:

@@ -8,6 +8,7 @@ say that it is there.
 
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -42,7 +43,7 @@ from kvpp_connect.layout import GroupManifest
 logger = get_logger(__name__)
 
 _GATHERS_AT_ONCE = 4
-# Peers answer well or badly within their own limits; only a dead one lets this pass.
+# Peers answer well or badly within their own limits; a dead or overloaded one lets this pass.
 _SHARE_LIMIT_S = 300.0
 _CLOSE_S = 2.0
 
@@ -51,7 +52,7 @@ class ShareLostError(PeerError):
     """Another rank of this engine did not get what it was to read for all; it says why."""
 
 
-_CAUSES: dict[type[Exception], FailureCause] = {
+_CAUSES: dict[type[BaseException], FailureCause] = {
     UnreachableError: FailureCause.UNREACHABLE,
     LeaseLostError: FailureCause.LEASE_LOST,
     ProducerRestartedError: FailureCause.RESTARTED,
@@ -77,16 +78,18 @@ class PullResult:
     """How one request's pull ended on this rank.
 
     ``written_until`` are monotonic seconds until which a given-up read may write the destination
-    blocks: a failed pull is reported only then, a successful one at once.
+    blocks. A failed pull is reported only then; a successful one at once, unless it is not
+    ``exact``: then that read also writes where the request's next tokens go.
     """
 
     request_id: str
     succeeded: bool
     written_until: float = 0.0
+    exact: bool = True
 
     def is_due(self, now: float) -> bool:
         """Whether it may be reported."""
-        return self.succeeded or self.written_until <= now
+        return self.written_until <= now or (self.succeeded and self.exact)
 
 
 @dataclass(slots=True, eq=False)
@@ -100,6 +103,7 @@ class _Pull:
     peer_bytes: int = 0
     pieces: int = 0
     written_until: float = 0.0
+    exact: bool = True
 
 
 @dataclass(slots=True)
@@ -120,13 +124,14 @@ class Puller:
         engine: TransferEngine,
         group: GroupManifest,
         rank: int,
-        exchange: ShareExchange,
+        exchange: ShareExchange | None,
         options: PullOptions,
         stats: PullStats,
     ) -> None:
         """Args:
         group: the ranks of this decode group; it holds no other engine's.
         rank: this process's rank in the group.
+        exchange: ``None`` where every rank reads all that it needs itself.
         """
         self._engine = engine
         self._group = group
@@ -157,7 +162,7 @@ class Puller:
             keys = [key for r in request_ids if (key := self._books.running.get(r))]
             self._books.cancelled |= {key.request_id for key in keys}
         for key in keys:
-            self._exchange.forget(key)
+            self._forget(key)
 
     def take_results(self) -> list[PullResult]:
         """Pulls that ended and may be reported; each once."""
@@ -190,19 +195,39 @@ class Puller:
         try:
             self._pull_own(producer, pull)
         except Exception as error:  # noqa: BLE001 - the thread's boundary: it must be answered
-            self._exchange.tell(pull.key, self._others, arrived=False)
+            if isinstance(error, UnreachableError):
+                producer.silent_at = time.monotonic()
+            waiting = pull.route.for_peers if pull.route else self._others
+            self._tell(pull.key, waiting, arrived=False)
             self._fail(pull, error)
             return
         assert pull.route is not None
-        self._exchange.tell(pull.key, pull.route.for_peers, arrived=True)
-        if not pull.route.from_peers:
+        self._tell(pull.key, pull.route.for_peers, arrived=True)
+        if pull.route.from_peers:
+            self._await_shares(pull, pull.route)
+        else:
             self._succeed(pull)
-            return
-        arrival = self._exchange.expect(pull.key, pull.route.from_peers, _SHARE_LIMIT_S)
+
+    def _await_shares(self, pull: _Pull, route: Route) -> None:
+        assert self._exchange is not None, "without an exchange no route leads over other ranks"
+        arrival = self._exchange.expect(pull.key, route.from_peers, _SHARE_LIMIT_S)
         arrival.add_done_callback(lambda lost: self._gathers.submit(self._gather, pull, lost))
+        if not self._is_wanted(pull):  # a notice from before may be forgotten with the request
+            self._exchange.forget(pull.key)
+
+    def _tell(self, key: ShareKey, ranks: Iterable[int], *, arrived: bool) -> None:
+        if self._exchange is not None:
+            self._exchange.tell(key, ranks, arrived=arrived)
+
+    def _forget(self, key: ShareKey) -> None:
+        if self._exchange is not None:
+            self._exchange.forget(key)
 
     def _pull_own(self, producer: "_Producer", pull: _Pull) -> None:
         remote = pull.order.remote
+        self._check_wanted(pull)
+        if pull.started <= producer.silent_at:
+            raise UnreachableError("it did not answer while this request waited")
         manifest, pull.route = producer.link.route(remote)
         reads = plan_reads(
             pull.route.from_producer,
@@ -218,7 +243,7 @@ class Puller:
             before_again=lambda: producer.link.confirm(remote),
             is_wanted=lambda: self._is_wanted(pull),
         )
-        producer.link.confirm(remote)
+        producer.link.confirm(remote, pull.written_until - time.monotonic())
 
     def _gather(self, pull: _Pull, arrival: "Future[frozenset[int]]") -> None:
         """Read from other ranks of this group what they read from the producer."""
@@ -230,8 +255,7 @@ class Puller:
             self._succeed(pull)
 
     def _read_shares(self, pull: _Pull, lost: frozenset[int]) -> None:
-        if not self._is_wanted(pull):
-            raise ReadCancelledError("cancelled")
+        self._check_wanted(pull)
         if lost:
             raise ShareLostError(f"rank {min(lost)} of this engine could not read its share")
         assert pull.route is not None
@@ -254,10 +278,15 @@ class Puller:
     @staticmethod
     def _count(pull: _Pull, reads: tuple[SourceReads, ...]) -> int:
         pull.pieces += sum(read.pieces for read in reads)
+        pull.exact = pull.exact and all(read.exact for read in reads)
         return sum(read.total_bytes for read in reads)
 
     def _is_wanted(self, pull: _Pull) -> bool:
         return pull.order.request_id not in self._books.cancelled
+
+    def _check_wanted(self, pull: _Pull) -> None:
+        if not self._is_wanted(pull):
+            raise ReadCancelledError("nobody wants it any more")
 
     def _succeed(self, pull: _Pull) -> None:
         self._stats.pulled(
@@ -284,7 +313,8 @@ class Puller:
         until = pull.written_until
         if not expected or isinstance(error, ReadFailedError):
             until = max(until, time.monotonic() + self._options.failed_read_hold_s)
-        self._stats.failed(_CAUSES.get(type(error), FailureCause.OTHER))
+        self._stats.failed(_cause(error))
+        self._forget(pull.key)
         self._finish(pull, succeeded=False, written_until=until)
 
     def _finish(self, pull: _Pull, *, succeeded: bool, written_until: float) -> None:
@@ -293,7 +323,13 @@ class Puller:
             if self._books.running.get(request_id) is pull.key:
                 del self._books.running[request_id]
                 self._books.cancelled.discard(request_id)
-            self._books.done.append(PullResult(request_id, succeeded, written_until))
+            self._books.done.append(PullResult(request_id, succeeded, written_until, pull.exact))
+
+
+def _cause(error: Exception) -> FailureCause:
+    """A read that failed because it could not be repeated failed for that reason."""
+    reason = error.__cause__ or error
+    return _CAUSES.get(type(reason), _CAUSES.get(type(error), FailureCause.OTHER))
 
 
 def _tokens(order: PullRequest, remote_block_ids: tuple[int, ...]) -> TokenRange:
@@ -305,12 +341,14 @@ def _tokens(order: PullRequest, remote_block_ids: tuple[int, ...]) -> TokenRange
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Producer:
     """One producer: its link, and the threads that read from its ranks."""
 
     link: ProducerLink
     reader: Reader
+    # Monotonic seconds when it last did not answer: what was ordered before need not be tried.
+    silent_at: float = 0.0
 
     def close(self) -> None:
         """Close the connection. A read under way ends by itself."""

@@ -1,7 +1,7 @@
 """When to renew which leases, as a plan without threads, sockets or clocks.
 
-Each lease is renewed three times within its length. Leases of one producer that are due together go
-out in one question, and none is in two questions at a time.
+Each lease is renewed three times within its length. Leases of one producer and length that are due
+together go out in one question, and none is in two questions at a time.
 """
 
 from collections.abc import Iterator
@@ -65,11 +65,12 @@ class RenewalPlan:
 
     def take_due(self, now: float) -> list[RenewalBatch]:
         """Questions to ask now. Tell their outcome by ``asked``."""
-        groups: dict[tuple[PeerAddress, str], list[_Kept]] = {}
+        groups: dict[tuple[PeerAddress, str, float], list[_Kept]] = {}
         for (address, lease), kept in self._kept.items():
             # What is due soon joins the question of what is due.
             if kept.due <= now + kept.interval_s / 4:
-                groups.setdefault((address, lease.incarnation), []).append(kept)
+                key = address, lease.incarnation, kept.interval_s
+                groups.setdefault(key, []).append(kept)
         due = [group for group in groups.values() if min(kept.due for kept in group) <= now]
         for kept in chain.from_iterable(due):
             kept.due = _NEVER

@@ -35,9 +35,13 @@ class TokenRange:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class SourceReads:
-    """What to read from one rank: parallel arrays of addresses and lengths in bytes."""
+    """What to read from one rank: parallel arrays of addresses and lengths in bytes.
+
+    ``exact``: nothing beyond the last token is written, which blocks read as a whole cannot avoid.
+    """
 
     session: str
+    exact: bool
     local_addresses: Numbers
     remote_addresses: Numbers
     lengths_bytes: Numbers
@@ -62,6 +66,7 @@ class SourceReads:
             end = min(max(end, begin + 1), begin + limit_pieces)
             yield SourceReads(
                 session=self.session,
+                exact=self.exact,
                 local_addresses=self.local_addresses[begin:end],
                 remote_addresses=self.remote_addresses[begin:end],
                 lengths_bytes=self.lengths_bytes[begin:end],
@@ -90,6 +95,7 @@ def plan_reads(
         PeerError: the block ids do not cover the tokens, or do not exist on a side.
     """
     found: defaultdict[str, list[_Pieces]] = defaultdict(list)
+    inexact: set[str] = set()
     known: dict[tuple[object, ...], TokenRuns] = {}
     for fetch in fetches:
         sides = _Sides(fetch, local.block_tokens, remote.block_tokens)
@@ -102,11 +108,13 @@ def plan_reads(
             known[key] = sides.runs(tokens, here, there)
         if len(known[key].tokens):
             found[fetch.source.session].append(sides.pieces(known[key]))
+            inexact |= {fetch.source.session} if sides.reads_beyond(tokens.end) else set()
     return tuple(
         SourceReads(
             session=session,
-            local_addresses=np.concatenate([local for local, _, _ in pieces]),
-            remote_addresses=np.concatenate([remote for _, remote, _ in pieces]),
+            exact=session not in inexact,
+            local_addresses=np.concatenate([here for here, _, _ in pieces]),
+            remote_addresses=np.concatenate([there for _, there, _ in pieces]),
             lengths_bytes=np.concatenate([length for _, _, length in pieces]),
         )
         for session, pieces in found.items()
@@ -128,6 +136,10 @@ class _Sides:
     def shape(self) -> tuple[bool, bool, bool]:
         """Layers of one shape have the same runs."""
         return self._whole_blocks, self._cut_local, self._cut_remote
+
+    def reads_beyond(self, end: int) -> bool:
+        """Whether tokens up to ``end`` are read together with what follows them."""
+        return self._whole_blocks and end % self._local_tokens != 0
 
     def runs(self, tokens: TokenRange, here: BlockTable, there: BlockTable) -> TokenRuns:
         """The tokens as runs; up to the end of the last block where blocks are indivisible."""

@@ -5,7 +5,7 @@ asks, the producer answers; every question has exactly one answer.
 
     GetManifest -> ManifestAnswer     where the producer's caches lie
     Renew       -> RenewAnswer        the reader still wants these leases
-    Confirm     -> LeaseAnswer        does the lease still hold? asked after the read
+    Confirm     -> LeaseAnswer        does the lease still hold? asked after the read; renews it
     Release     -> LeaseAnswer        the reader is done, or will not read; idempotent
     anything    -> BusyAnswer         too many questions from this peer: ask again later
     anything    -> ErrorAnswer        the question could not be answered; says why
@@ -99,9 +99,13 @@ class ManifestAnswer(msgspec.Struct, frozen=True, tag=True):
 
 
 class LeaseAnswer(msgspec.Struct, frozen=True, tag=True):
-    """State of a lease after the question was carried out."""
+    """State of a lease after the question was carried out.
+
+    ``left_s``: seconds for which a confirmed lease will hold even if nobody renews it.
+    """
 
     state: LeaseState
+    left_s: float = 0.0
 
 
 class RenewAnswer(msgspec.Struct, frozen=True, tag=True):

@@ -39,7 +39,7 @@ class _Card(msgspec.Struct, frozen=True, kw_only=True):
     """What a rank tells the others of its group when vLLM starts them."""
 
     manifest: RankManifest
-    exchange: ExchangeAddress
+    exchange: ExchangeAddress | None
 
 
 class WorkerSide:
@@ -52,10 +52,12 @@ class WorkerSide:
         host: str,
         protocol: str,
         shape: registration.BlockShape,
+        consumes: bool,
     ) -> None:
         self._config = config
         self._host = host
         self._shape = shape
+        self._shares = consumes and config.pull_mode == "shared"
         self._engine = MooncakeEngine(host, protocol)
         self._stats: PullStats | None = None
         self._puller: Puller | None = None
@@ -76,7 +78,9 @@ class WorkerSide:
             components=components,
             shard=token_shard(run) if (run := self._shape.interleave_tokens) else TokenShard(),
         )
-        self._exchange = ShareExchange(place.rank_in_group, self._host)
+        keys = load_keys(self._config.control_secret_file)
+        if self._shares and place.group_size > 1:
+            self._exchange = ShareExchange(place.rank_in_group, self._host, keys)
         self.publication = self._meet_group(manifest)
         self._stats = PullStats(counts_tokens=place.rank_in_group == 0 and place.pp_rank == 0)
         self._puller = Puller(
@@ -85,9 +89,9 @@ class WorkerSide:
             rank=place.rank_in_group,
             exchange=self._exchange,
             options=PullOptions(
-                mode=self._config.pull_mode,
+                mode="shared" if self._exchange else "direct",
                 control_timeout_s=self._config.control_timeout_s,
-                control_keys=load_keys(self._config.control_secret_file),
+                control_keys=keys,
                 failed_read_hold_s=self._config.failed_read_hold_s,
             ),
             stats=self._stats,
@@ -106,9 +110,9 @@ class WorkerSide:
         """Begin the step's pulls and note what is to be reported as sent."""
         assert self._puller is not None, "vLLM registers the caches before the first step"
         self._sent |= orders.ended_leases
-        self._puller.cancel(orders.cancelled)
         for pull in orders.pulls:
             self._puller.submit(pull)
+        self._puller.cancel(orders.cancelled)
 
     def take_results(self) -> WorkerResults:
         """What ended since the last call."""
@@ -148,13 +152,13 @@ class WorkerSide:
         vLLM keys what workers hand to the scheduler side by (pp, tp), so ranks that differ in
         their PCP rank only would overwrite each other with anything less than the whole.
         """
-        assert self._exchange is not None
-        card = _Card(manifest=mine, exchange=self._exchange.address)
+        exchange = self._exchange
+        card = _Card(manifest=mine, exchange=exchange.address if exchange else None)
         decoder = msgspec.msgpack.Decoder(_Card)
         cards = [decoder.decode(row) for row in gather_in_group(msgspec.msgpack.encode(card))]
-        self._exchange.connect(
-            {c.manifest.rank_in_group: c.exchange for c in cards if c.manifest != mine}
-        )
+        others = [card for card in cards if card.manifest.rank_in_group != mine.rank_in_group]
+        if exchange is not None:
+            exchange.connect({c.manifest.rank_in_group: c.exchange for c in others if c.exchange})
         return GroupManifest(
             num_blocks=self._shape.num_blocks,
             block_tokens=self._shape.block_tokens,

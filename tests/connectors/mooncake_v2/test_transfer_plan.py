@@ -164,6 +164,15 @@ def test_whole_blocks_are_read_where_tokens_do_not_lie_in_rows():
     tokens = TokenRange(first=4, end=9, local_block_ids=range(3), remote_block_ids=[3, 5, 6])
     (read,) = reads_of(plain("p", caches=caches), plain("d", caches=caches), tokens)
     assert read.lengths_bytes.tolist() == [2 * 12]
+    assert not read.exact
+
+
+@pytest.mark.parametrize(("rows", "end", "exact"), [(False, 8, True), (True, 7, True)])
+def test_reads_are_exact_where_nothing_lies_behind_the_last_token(rows, end, exact):
+    caches = [Cache(name="model.0", token_bytes=3, rows=rows)]
+    tokens = TokenRange(first=0, end=end, local_block_ids=range(2), remote_block_ids=range(2))
+    (read,) = reads_of(plain("p", caches=caches), plain("d", caches=caches), tokens)
+    assert read.exact is exact
 
 
 @pytest.mark.parametrize(
@@ -191,6 +200,7 @@ def test_batches_keep_the_order_and_both_limits(lengths, limit_bytes, limit_piec
     numbers = np.arange(len(lengths))
     reads = SourceReads(
         session="p0",
+        exact=True,
         local_addresses=numbers,
         remote_addresses=numbers + 1000,
         lengths_bytes=np.array(lengths),

@@ -27,9 +27,13 @@ def check_ports_free(ports: Iterable[tuple[str, int]]) -> None:
         ports: pairs of the name of the server that wants the port and the port.
 
     Raises:
-        ConfigError: names the first busy port and who wants it.
+        ConfigError: names the first busy port and who wants it, or two that want the same one.
     """
+    wanted: dict[int, str] = {}
     for name, port in ports:
+        # Two vLLM servers would both listen on it, and take requests in turn.
+        if wanted.setdefault(port, name) != name:
+            raise ConfigError(f"port {port} is wanted by {wanted[port]} and by {name}")
         try:
             with _bound_socket(port):
                 pass

@@ -32,3 +32,9 @@ def test_a_port_whose_last_connection_lingers_counts_as_free():
             accepted.close()  # the side that closes first stays in TIME_WAIT
             assert client.recv(1) == b""
     check_ports_free([("server", port)])
+
+
+def test_two_servers_that_want_the_same_port_are_named():
+    (port,) = free_ports(1)
+    with pytest.raises(ConfigError, match=rf"port {port} is wanted by p and by d"):
+        check_ports_free([("p", port), ("d", port)])

@@ -16,7 +16,9 @@ from kvpp_connect.demo.model import ModelSpec, write_checkpoint
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 COMPACT = {"mode": "compact"}
-MTP = ("--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": 1}))
+# The proposer chooses a backend of its own: where the CPU has AMX, one without float32.
+SPECULATION = {"method": "mtp", "num_speculative_tokens": 1, "attention_backend": "CPU_MLA"}
+MTP = ("--speculative-config", json.dumps(SPECULATION))
 PULLED = ("pull_bytes", "pull_peer_bytes", "pull_tokens", "pull_failures")
 
 

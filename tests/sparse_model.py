@@ -14,7 +14,7 @@ INDEX_DIM = 128
 PATTERN = "FSFFSF"
 
 
-def write_sparse_checkpoint(path, pattern=PATTERN):
+def write_sparse_checkpoint(path, pattern=PATTERN, heads=4):
     """Write a checkpoint into the new directory ``path``; answer it.
 
     The weights are random but of scales with which the choice of the indexer, and so the greedy
@@ -23,8 +23,8 @@ def write_sparse_checkpoint(path, pattern=PATTERN):
     import torch
     from safetensors.torch import load_file, save_file
 
-    spec = ModelSpec(layers=len(pattern))
-    shutil.copytree(write_checkpoint(path.with_name("dense"), ModelSpec(layers=spec.layers)), path)
+    spec = ModelSpec(layers=len(pattern), heads=heads)
+    shutil.copytree(write_checkpoint(path.with_name("dense"), spec), path)
     config = json.loads((path / "config.json").read_text())
     config |= {
         "architectures": ["DeepseekV32ForCausalLM"],

@@ -2,6 +2,7 @@
 
 import pytest
 from forecast_tools import forecast, kvpp
+from sparse_model import write_sparse_checkpoint
 
 from kvpp_connect.demo.logs import read_log
 from kvpp_connect.planning.serverlog import read_capacity
@@ -67,3 +68,36 @@ def test_the_logs_give_the_ratio_that_the_plan_expects(server_logs, model, name)
     # The logs give the memory to the block only.
     assert document["ratio"] == pytest.approx(document["expected"]["ratio"], rel=5e-3)
     assert document["ratio"] > 1
+
+
+@pytest.fixture(scope="module")
+def unequal_model(tmp_path_factory):
+    """Eleven layers with and without an indexer, which no group divides evenly."""
+    path = tmp_path_factory.mktemp("model") / "unequal"
+    return write_sparse_checkpoint(path, "FSFFSFSSFSF", heads=8)
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_larger_groups_with_unequal_layers_agree_to_the_block(
+    describe, run_servers, unequal_model, ranks
+):
+    modes = ("full", "compact")
+    servers = run_servers(
+        *(
+            describe(
+                f"unequal-{mode}-{ranks}",
+                ranks,
+                kvpp={"mode": mode},
+                switches=("sparse",),
+                args=("--tokenizer-mode", "hf"),
+                model=unequal_model,
+            )
+            for mode in modes
+        )
+    )
+    with servers:
+        logs = {mode: read_log(servers.logs[f"unequal-{mode}-{ranks}"]) for mode in modes}
+    for mode in modes:
+        planned = forecast(unequal_model, mode, MEMORY, "--block-size", 64, ranks=ranks)
+        served = read_capacity(logs[mode])
+        assert served.tokens == planned["tokens"] == planned["blocks"] * 64

@@ -60,7 +60,10 @@ def connect_group(
         NotOneMachineError: on all ranks, with the same reasons.
         PeerError: a rank died.
     """
-    with contextlib.closing(_Meeting(rank, staging_bytes, limit_s)) as meeting:
+    with contextlib.ExitStack() as failed:
+        meeting = _Meeting(rank, staging_bytes, limit_s)
+        failed.callback(meeting.bell.close)
+        failed.callback(meeting.close)
         cards = [_Card.parse(card) for card in _gathered(gather, meeting.card.encode())]
         machines = len({card.machine for card in cards})
         if machines > 1:
@@ -75,8 +78,9 @@ def connect_group(
         if problems:
             for link in links.values():
                 link.close()
-            meeting.bell.close()
             raise NotOneMachineError("; ".join(problems))
+        failed.pop_all()
+        meeting.close()
         return meeting.staging, links
 
 
@@ -157,10 +161,12 @@ class _Meeting:
                 caller = opened.enter_context(self._listener.accept()[0])
                 if _same_user(caller):
                     rank, memory, bell = self._hear(caller)
+                    opened.callback(bell.close)
                     self._greet(caller, cards[rank])
                     links[rank] = self._link(rank, caller, memory, bell)
             for rank, call in enumerate(calls):
                 answered, memory, bell = self._hear(call)
+                opened.callback(bell.close)
                 if answered != rank:
                     raise PeerError(f"rank {answered} answered in the place of rank {rank}")
                 links[rank] = self._link(rank, call, memory, bell)

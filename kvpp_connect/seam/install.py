@@ -57,6 +57,12 @@ def check_connectors(vllm_config: "VllmConfig") -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     for transfer in _transfers(vllm_config):
+        path = transfer.kv_connector_module_path or ""
+        ours = path.startswith("kvpp_connect") or (
+            not path and transfer.kv_connector in settings.SUPPORTED_CONNECTORS
+        )
+        if not ours:
+            continue
         try:
             connector: Any = KVConnectorFactory.get_connector_class(transfer)
         except (ValueError, ImportError, AttributeError):

@@ -1,3 +1,4 @@
+import random
 import socket
 
 import pytest
@@ -7,6 +8,25 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("kvpp", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("soak", settings.get_profile("kvpp"), max_examples=10_000)
 settings.load_profile("kvpp")
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--chaos-seed",
+        type=int,
+        default=random.randrange(10**6),
+        help="repeats the plan of an earlier run of tests/chaos (default: a fresh one)",
+    )
+    parser.addoption(
+        "--chaos-soak-s",
+        type=float,
+        default=0.0,
+        help="seconds for tests/chaos/test_soak.py (default: it is skipped)",
+    )
+
+
+def pytest_report_header(config):
+    return f"chaos seed: {config.getoption('--chaos-seed')}"
 
 
 @pytest.fixture

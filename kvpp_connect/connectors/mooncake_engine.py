@@ -9,6 +9,22 @@ from kvpp_connect.errors import ConfigError, PeerError
 PROTOCOLS = ("tcp", "rdma", "ascend")
 
 
+_TCP_SETTINGS = {
+    # Builds without CUDA ignore the protocol argument and pick RDMA where a device exists.
+    "MC_FORCE_TCP": "1",
+    "MC_TCP_ENABLE_CONNECTION_POOL": "true",
+    # Mooncake reports a batch as failed with its first piece, and goes on with those that it has
+    # queued: four at a time, each until its own time-out. So few are queued for a peer, and the
+    # others wait for admission, which ends. A given-up read then writes for at most 15 seconds
+    # and two time-outs of 5, less than failed_read_hold_s is by default.
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "8",
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "1000000",
+    "MC_TCP_ADMISSION_TIMEOUT_MS": "15000",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "5",
+}
+
+
 class TransferEngine(Protocol):
     """One-sided reads between processes. Safe to use from several threads."""
 
@@ -46,11 +62,10 @@ class MooncakeEngine:
             ConfigError: mooncake is not installed, or does not start.
         """
         if protocol == "tcp":
-            # Builds without CUDA ignore the protocol argument and pick RDMA where a device exists.
-            os.environ.setdefault("MC_FORCE_TCP", "1")
-            os.environ.setdefault("MC_TCP_ENABLE_CONNECTION_POOL", "true")
             # Without it the engine also listens on every other interface.
             os.environ.setdefault("MC_TCP_BIND_ADDRESS", host)
+            for name, value in _TCP_SETTINGS.items():
+                os.environ.setdefault(name, value)
         try:
             from mooncake.engine import TransferEngine as Engine
         except ImportError as error:

@@ -1,0 +1,274 @@
+"""The scheduler process of a node: vLLM's own scheduler and block pool, and the connector's
+scheduler side. Only the model runner is ours (chaos_rank.py).
+
+Imported once by the fork server, since vLLM takes ten seconds to import; nodes are forks of it.
+"""
+
+import faulthandler
+import os
+import signal
+import sys
+import time
+from multiprocessing.connection import Connection, wait
+
+from chaos_model import BLOCK_TOKENS, LAYER_NAMES, PAGE_BYTES, next_token
+from chaos_patches import apply_patches
+from chaos_spec import ENVIRONMENT, NodeSpec
+
+os.environ.update(ENVIRONMENT)
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import (
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheTensor,
+    MLAAttentionSpec,
+)
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvpp_connect.seam import quirks
+
+STEP_S = 0.01  # pace of a busy engine, so that requests live for a while
+
+
+def vllm_config(spec: NodeSpec) -> VllmConfig:
+    """vLLM's configuration of a node."""
+    port = {"control_port": spec.control_port} if spec.control_port else {}
+    config = EngineArgs(
+        model=str(spec.model),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=1024,
+        max_num_seqs=8,
+        max_num_batched_tokens=512,
+        block_size=BLOCK_TOKENS,
+        kv_cache_memory_bytes=1 << 24,
+        skip_tokenizer_init=True,
+        attention_backend="CPU_MLA",
+        tensor_parallel_size=spec.ranks,
+        kv_transfer_config={
+            "kv_connector": "MooncakeConnectorV2",
+            "kv_connector_module_path": "kvpp_connect.connectors",
+            "kv_role": spec.role,
+            "kv_load_failure_policy": spec.policy,
+            "engine_id": spec.name,
+            "kv_connector_extra_config": {"host": "127.0.0.1", **port, **spec.settings},
+        },
+    ).create_engine_config()
+    # The CPU platform turns both off for MLA.
+    config.scheduler_config.enable_chunked_prefill = True
+    config.scheduler_config.async_scheduling = False
+    config.scheduler_config.max_num_batched_tokens = 512
+    config.cache_config.enable_prefix_caching = spec.prefix_caching
+    config.cache_config.num_gpu_blocks = spec.num_blocks
+    return config
+
+
+def cache_config(spec: NodeSpec) -> KVCacheConfig:
+    """vLLM's description of the caches of a node."""
+    kv = MLAAttentionSpec(
+        block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=576, dtype=torch.float32
+    )
+    tensor = KVCacheTensor(
+        size=PAGE_BYTES * spec.num_blocks * len(LAYER_NAMES),
+        layers=list(LAYER_NAMES),
+        layer_stride=PAGE_BYTES * spec.num_blocks,
+        block_stride=PAGE_BYTES,
+    )
+    return KVCacheConfig(
+        num_blocks=spec.num_blocks,
+        kv_cache_tensors=[tensor],
+        kv_cache_groups=[KVCacheGroupSpec(list(LAYER_NAMES), kv)],
+    )
+
+
+class Engine:
+    """vLLM's engine loop with ranks behind pipes."""
+
+    def __init__(self, spec: NodeSpec, ranks: list[Connection]) -> None:
+        config = vllm_config(spec)
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+        self._ranks = ranks
+        self._scheduler = Scheduler(
+            vllm_config=config,
+            kv_cache_config=cache_config(spec),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK_TOKENS,
+        )
+        self._connector = self._scheduler.connector
+        self._pool = self._scheduler.kv_cache_manager.block_pool
+        self._aggregator = KVOutputAggregator.from_connector(self._connector, spec.ranks)
+        self._in_use: set[int] = set()
+        self._poisoned: set[int] = set()
+        self._connector.set_xfer_handshake_metadata_pp_aware(
+            {(0, rank): pipe.recv() for rank, pipe in enumerate(ranks)}
+        )
+
+    def add(self, request_id, prompt, max_tokens, params):
+        """Take a request; answer whether its id was free."""
+        if request_id in self._scheduler.requests:
+            return False
+        sampling = SamplingParams(
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            temperature=0,
+            extra_args={"kv_transfer_params": params} if params else None,
+        )
+        request = Request(request_id, list(prompt), sampling, None, block_hasher=self._hasher)
+        self._scheduler.add_request(request)
+        return True
+
+    def abort(self, request_id):
+        """The client went away."""
+        self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def free_blocks(self):
+        """Blocks that nobody refers to."""
+        return self._pool.get_num_free_blocks()
+
+    def has_work(self):
+        """Whether vLLM would step."""
+        return self._scheduler.has_requests()
+
+    def step(self):
+        """One step of vLLM's engine core; answers events for the harness."""
+        output = self._scheduler.schedule()
+        work = [self._work(request_id, n) for request_id, n in output.num_scheduled_tokens.items()]
+        for pipe in self._ranks:
+            pipe.send(("step", output.kv_connector_metadata, output.finished_req_ids, work))
+        ids = [item[0] for item in work]
+        sampled = [self._sample(request_id, output) for request_id in ids]
+        events, results = [], []
+        for rank, pipe in enumerate(self._ranks):
+            kv_output, wrong, late_reads = pipe.recv()
+            events += [("wrong", rank, text) for text in wrong]
+            events += [("fault", "read fails and writes late")] * late_reads
+            results.append(
+                ModelRunnerOutput(
+                    req_ids=ids,
+                    req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
+                    sampled_token_ids=sampled,
+                    kv_connector_output=kv_output,
+                )
+            )
+        result = self._aggregator.aggregate(results)
+        for outputs in self._scheduler.update_from_output(output, result).values():
+            for one in outputs.outputs:
+                reason = str(one.finish_reason) if one.finish_reason is not None else None
+                params = one.kv_transfer_params
+                events.append(("tokens", one.request_id, one.new_token_ids, reason, params))
+        self._poison_freed({block for item in work for block in item[1]})
+        return events
+
+    def check_free_blocks(self):
+        """Compare blocks that nobody refers to with what was left in them."""
+        free = [b.block_id for b in self._pool.blocks if self._is_garbage(b)]
+        wrong = []
+        for rank, pipe in enumerate(self._ranks):
+            pipe.send(("check_poison", [b for b in free if b in self._poisoned]))
+            wrong += [("wrong", rank, text) for text in pipe.recv()]
+        return wrong
+
+    def close(self):
+        """As vLLM at its orderly end."""
+        self._scheduler.shutdown()
+        for pipe in self._ranks:
+            pipe.send(("close",))
+
+    def _work(self, request_id, scheduled):
+        """What the ranks compute for a request: (id, block ids, tokens, computed before)."""
+        request = self._scheduler.requests[request_id]
+        (block_ids,) = self._scheduler.kv_cache_manager.get_block_ids(request_id)
+        # The scheduler has already counted what it has just scheduled.
+        end = request.num_computed_tokens
+        return request_id, block_ids, list(request.all_token_ids[:end]), end - scheduled
+
+    def _sample(self, request_id, output):
+        request = self._scheduler.requests[request_id]
+        if request.num_computed_tokens < request.num_tokens:
+            return []
+        return [next_token(list(request.all_token_ids))]
+
+    def _poison_freed(self, used):
+        """Overwrite what was let go in this step, unless vLLM keeps it as prefix cache.
+
+        ``used``: blocks of the step's requests, some of which it has both taken and let go.
+        """
+        in_use = {b.block_id for b in self._pool.blocks if b.ref_cnt > 0}
+        let_go = (self._in_use | used) - in_use
+        freed = [i for i in let_go if self._is_garbage(self._pool.blocks[i])]
+        self._in_use = in_use
+        self._poisoned = self._poisoned - in_use - used | set(freed)
+        if freed:
+            for pipe in self._ranks:
+                pipe.send(("poison", freed))
+
+    @staticmethod
+    def _is_garbage(block):
+        return block.ref_cnt == 0 and block.block_hash is None and not block.is_null
+
+
+def run_scheduler(spec: NodeSpec, harness: Connection, ranks: list[Connection]) -> None:
+    """Body of the scheduler process; ends when told, or when a rank is gone."""
+    redirect_output(spec)
+    quirks.apply()
+    apply_patches(spec)
+    try:
+        engine = Engine(spec, ranks)
+        harness.send([("ready", engine.free_blocks())])
+        while _obey(engine, harness):
+            if engine.has_work():
+                started = time.monotonic()
+                if events := engine.step():
+                    harness.send(events)
+                harness.poll(max(0.0, STEP_S - (time.monotonic() - started)))
+            else:
+                _check_ranks(wait([harness, *ranks], 0.05), ranks)
+        engine.close()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        os._exit(3)
+
+
+def _check_ranks(readable: list, ranks: list[Connection]) -> None:
+    """A dead worker ends vLLM's engine, idle or not."""
+    if any(pipe in ranks for pipe in readable):
+        raise EOFError
+
+
+def _obey(engine: Engine, harness: Connection) -> bool:
+    """Carry out what the harness asks; answers whether to go on."""
+    while harness.poll():
+        match harness.recv():
+            case ("add", request_id, prompt, max_tokens, params):
+                if not engine.add(request_id, prompt, max_tokens, params):
+                    harness.send([("tokens", request_id, [], "rejected", None)])
+            case ("abort", request_id):
+                engine.abort(request_id)
+                harness.send([("tokens", request_id, [], "abort", None)])
+            case ("count",):
+                # An idle engine lets held blocks go in its next step, whatever that is for.
+                events = [] if engine.has_work() else [*engine.step(), *engine.check_free_blocks()]
+                harness.send([*events, ("count", engine.free_blocks(), engine.has_work())])
+            case ("close",):
+                return False
+    return True
+
+
+def redirect_output(spec: NodeSpec) -> None:
+    """Send what the process says to the node's log."""
+    log = os.open(spec.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    sys.stdout.reconfigure(line_buffering=True)
+    # The harness asks for it where a process seems to hang.
+    faulthandler.register(signal.SIGUSR1, all_threads=True)

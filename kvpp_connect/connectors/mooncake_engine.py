@@ -16,9 +16,10 @@ _TCP_SETTINGS = {
     # Mooncake reports a batch as failed with its first piece, and goes on with those that it has
     # queued: four at a time, each until its own time-out. So few are queued for a peer, and the
     # others wait for admission, which ends. A given-up read then writes for at most 15 seconds
-    # and two time-outs of 5, less than failed_read_hold_s is by default.
+    # and two time-outs of 5, less than failed_read_hold_s is by default. A read with more pieces
+    # than may wait fails at once; Mooncake takes no higher limit than about this.
     "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "8",
-    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "1000000",
+    "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "32768",
     "MC_TCP_ADMISSION_TIMEOUT_MS": "15000",
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
     "MC_TCP_STATUS_TIMEOUT_SEC": "5",

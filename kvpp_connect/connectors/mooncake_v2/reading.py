@@ -13,7 +13,7 @@ logger = get_logger(__name__)
 
 _READ_AGAIN = 2
 _BATCH_BYTES = 64 << 20
-_BATCH_PIECES = 32_768
+_BATCH_PIECES = 1024  # many batches for one peer together stay below what Mooncake lets wait
 _SOURCES_AT_ONCE = 8
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvpp_connect.cli import bench_pd
 from kvpp_connect.cli.output import AsJson, make_console, make_table, print_json
 from kvpp_connect.errors import ConfigError
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from kvpp_connect.bench.serving import ServingReport
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
+app.command()(bench_pd.pd)
 
 
 @app.command()
@@ -158,8 +160,8 @@ def capacity(
     from kvpp_connect.bench.capacity import CapacityReport, measure_capacities, plan_ratios
     from kvpp_connect.bench.plots import check_plots, plot_capacity
 
-    sizes = tuple(map(int, _numbers(ranks, "--ranks", least=2, most=256, whole=True)))
-    asked = _numbers(shares, "--shares", least=0, most=1)
+    sizes = tuple(map(int, parse_numbers(ranks, "--ranks", least=2, most=256, whole=True)))
+    asked = parse_numbers(shares, "--shares", least=0, most=1)
     if not paths and not measure:
         raise ConfigError("nothing to do: name models to plan for, or add --measure")
     if plot is not None:
@@ -182,9 +184,14 @@ def capacity(
     raise typer.Exit(1 if report.failures else 0)
 
 
-def _numbers(
+def parse_numbers(
     text: str, name: str, *, least: float, most: float, whole: bool = False
 ) -> tuple[float, ...]:
+    """Numbers of an option, such as 2,4,8.
+
+    Raises:
+        ConfigError: names the option and the range.
+    """
     try:
         found = tuple(float(word) for word in text.split(","))
     except ValueError:

@@ -14,13 +14,13 @@ _TCP_SETTINGS = {
     "MC_FORCE_TCP": "1",
     "MC_TCP_ENABLE_CONNECTION_POOL": "true",
     # Mooncake reports a batch as failed with its first piece, and goes on with those that it has
-    # queued: four at a time, each until its own time-out. So few are queued for a peer, and the
-    # others wait for admission, which ends. A given-up read then writes for at most 15 seconds
-    # and two time-outs of 5, less than failed_read_hold_s is by default. A read with more pieces
-    # than may wait fails at once; Mooncake takes no higher limit than about this.
-    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "8",
+    # queued: four at a time, each until its own time-out. So no more than four are queued for a
+    # peer, and the others wait for admission, which ends. A read then writes for at most ten
+    # seconds and two time-outs of five, less than failed_read_hold_s is by default. A read with
+    # more pieces than may wait fails at once; Mooncake takes no higher limit than about this.
+    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": "4",
     "MC_TCP_MAX_PENDING_ADMISSIONS_PER_PEER": "32768",
-    "MC_TCP_ADMISSION_TIMEOUT_MS": "15000",
+    "MC_TCP_ADMISSION_TIMEOUT_MS": "10000",
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
     "MC_TCP_STATUS_TIMEOUT_SEC": "5",
 }

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.distributed
 # More pieces than Mooncake lets wait by itself.
 PIECE_BYTES, PIECES = 9216, 2400
 SIZE = PIECE_BYTES * PIECES
-# One second to be admitted, and two time-outs of one second for the eight that are queued.
+# One second to be admitted, and two time-outs of one second: four pieces are read, four are queued.
 BOUND_S = 3.0
 TIMEOUTS = {
     "MC_TCP_ADMISSION_TIMEOUT_MS": "1000",

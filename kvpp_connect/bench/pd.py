@@ -28,7 +28,7 @@ class PdOptions:
     setting: PullSetting
     ranks: tuple[int, ...] = (1, 2, 4)
     block_sizes: tuple[int, ...] = (16, 64, 128)
-    rounds: int = 7
+    rounds: int = 15
     requests: int = 12
 
 

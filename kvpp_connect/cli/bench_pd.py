@@ -19,7 +19,7 @@ def pd(
     tokens: Annotated[int, typer.Option(min=16, help="Tokens of the pulled prompt.")] = 2048,
     layers: Annotated[int, typer.Option(min=2, help="Layers of 2,304 bytes per token.")] = 28,
     ranks: Annotated[str, typer.Option(help="Sizes of the decode group.")] = "1,2,4",
-    rounds: Annotated[int, typer.Option(min=1, help="How often all of it is measured.")] = 7,
+    rounds: Annotated[int, typer.Option(min=1, help="How often all of it is measured.")] = 15,
     requests: Annotated[
         int, typer.Option(min=0, help="To each deployment of real servers; 0: none is started.")
     ] = 12,

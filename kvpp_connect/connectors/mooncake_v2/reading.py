@@ -12,8 +12,10 @@ from kvpp_connect.errors import PeerError
 logger = get_logger(__name__)
 
 _READ_AGAIN = 2
-_BATCH_BYTES = 64 << 20
-_BATCH_PIECES = 1024  # many batches for one peer together stay below what Mooncake lets wait
+# A cancelled read ends with its batch. Between batches Mooncake is idle for a moment, and a few
+# batches for one peer together must stay below the pieces that it lets wait.
+_BATCH_BYTES = 256 << 20
+_BATCH_PIECES = 8_192
 _SOURCES_AT_ONCE = 8
 
 

@@ -81,7 +81,7 @@ class DecodeGroup:
                     group=group,
                     rank=i,
                     exchange=self.exchanges[i],
-                    options=PullOptions(mode=mode, control_timeout_s=2, failed_read_hold_s=0.5),
+                    options=PullOptions(mode=mode, control_timeout_s=5, failed_read_hold_s=0.5),
                     stats=self.stats[i],
                 )
             )

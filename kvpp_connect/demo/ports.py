@@ -31,7 +31,7 @@ def check_ports_free(ports: Iterable[tuple[str, int]]) -> None:
     """
     wanted: dict[int, str] = {}
     for name, port in ports:
-        # Two vLLM servers would both listen on it, and take requests in turn.
+        # Both vLLM servers would bind it before either listens, and one would answer for both.
         if wanted.setdefault(port, name) != name:
             raise ConfigError(f"port {port} is wanted by {wanted[port]} and by {name}")
         try:

@@ -8,12 +8,11 @@ from types import TracebackType
 from typing import Any
 
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from kvpp_connect._log import get_logger
 from kvpp_connect.connectors.mooncake_v2 import wire
 from kvpp_connect.connectors.mooncake_v2.limits import RareLog, RateLimit
-from kvpp_connect.connectors.mooncake_v2.secret import ControlKeys
+from kvpp_connect.connectors.mooncake_v2.secret import ControlKeys, SocketGuard
 from kvpp_connect.errors import ConfigError, PeerError
 
 logger = get_logger(__name__)
@@ -78,9 +77,9 @@ class ControlServer:
         self._lock = threading.Lock()
         self._bad: Counter[wire.BadMessage] = Counter()
         self._context = zmq.Context()
-        self._guard = ThreadAuthenticator(self._context, log=logger) if keys else None
+        self._guard = SocketGuard(self._context, keys)
         try:
-            self._socket = self._listen(host, port, keys)
+            self._socket = self._listen(host, port)
         except BaseException:
             self._destroy()
             raise
@@ -100,7 +99,7 @@ class ControlServer:
         self._stopped.set()
         self._thread.join(timeout=5)
 
-    def _listen(self, host: str, port: int, keys: ControlKeys | None) -> "zmq.Socket[bytes]":
+    def _listen(self, host: str, port: int) -> "zmq.Socket[bytes]":
         socket = self._context.socket(zmq.ROUTER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, _CUT_OFF_BYTES)
@@ -108,10 +107,7 @@ class ControlServer:
         socket.setsockopt(zmq.SNDHWM, _QUEUED_ANSWERS)
         if ":" in host:
             socket.setsockopt(zmq.IPV6, 1)
-        if keys is not None and self._guard is not None:
-            self._guard.start()
-            self._guard.configure_curve_callback("*", keys)
-            keys.protect_server(socket)
+        self._guard.protect(socket)
         try:
             socket.bind(f"tcp://{bracket(host)}:{port if port else '*'}")
         except zmq.ZMQError as error:
@@ -186,8 +182,7 @@ class ControlServer:
         self._log.warning("control channel: %s: %s: %s", peer, cause.value, text)
 
     def _destroy(self) -> None:
-        if self._guard is not None and self._guard.is_alive():
-            self._guard.stop()
+        self._guard.stop()
         self._context.destroy(linger=0)
 
 

@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 import zmq
-from zmq.auth.thread import ThreadAuthenticator
 
 from kvpp_connect._log import get_logger
 from kvpp_connect.connectors.mooncake_v2.control import bracket
 from kvpp_connect.connectors.mooncake_v2.limits import RareLog
-from kvpp_connect.connectors.mooncake_v2.secret import ControlKeys
+from kvpp_connect.connectors.mooncake_v2.secret import ControlKeys, SocketGuard
 from kvpp_connect.errors import ConfigError
 
 logger = get_logger(__name__)
@@ -85,13 +84,10 @@ class ShareExchange:
         self._log = RareLog(logger)
         self._stopped = threading.Event()
         self._context = zmq.Context()
-        self._guard = ThreadAuthenticator(self._context, log=logger) if keys else None
+        self._guard = SocketGuard(self._context, keys)
         self._inbox = self._socket(zmq.PULL)
         self._inbox.setsockopt(zmq.MAXMSGSIZE, _MAX_NOTICE_BYTES)
-        if keys is not None and self._guard is not None:
-            self._guard.start()
-            self._guard.configure_curve_callback("*", keys)
-            keys.protect_server(self._inbox)
+        self._guard.protect(self._inbox)
         try:
             self._inbox.bind(f"tcp://{bracket(host)}:*")
         except zmq.ZMQError as error:
@@ -181,8 +177,7 @@ class ShareExchange:
                 self._destroy()
 
     def _destroy(self) -> None:
-        if self._guard is not None and self._guard.is_alive():
-            self._guard.stop()
+        self._guard.stop()
         self._context.destroy(linger=0)
 
     def _hear(self, decoder: "msgspec.msgpack.Decoder[_Notice]", frames: list[bytes]) -> None:

@@ -10,9 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
+from kvpp_connect._log import get_logger
 from kvpp_connect.errors import ConfigError
+
+logger = get_logger(__name__)
 
 MIN_SECRET_BYTES = 16
 _NAME = "kv_connector_extra_config.control_secret_file"
@@ -48,6 +52,26 @@ class ControlKeys:
     def callback(self, domain: str, key: bytes) -> bool:
         """Answer ZeroMQ's authenticator: whether a client's public key (Z85) is the derived one."""
         return hmac.compare_digest(key, self.client.public)
+
+
+class SocketGuard:
+    """Lets only holders of the secret reach a context's listening sockets; idle without keys."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: ControlKeys | None) -> None:
+        self._keys = keys
+        self._checker = ThreadAuthenticator(context, log=logger) if keys else None
+
+    def protect(self, socket: zmq.Socket[bytes]) -> None:
+        """Guard a socket that is not bound yet; once for each guard."""
+        if self._keys is not None and self._checker is not None:
+            self._checker.start()
+            self._checker.configure_curve_callback("*", self._keys)
+            self._keys.protect_server(socket)
+
+    def stop(self) -> None:
+        """End the checker's thread, before the context is destroyed."""
+        if self._checker is not None and self._checker.is_alive():
+            self._checker.stop()
 
 
 def load_keys(path: str) -> ControlKeys | None:

@@ -5,6 +5,7 @@ import pytest
 import zmq
 
 from kvpp_connect.connectors.mooncake_v2.exchange import ShareExchange, ShareKey
+from kvpp_connect.connectors.mooncake_v2.secret import derive_keys
 from kvpp_connect.errors import ConfigError
 
 KEY = ShareKey("r", "one", 1)
@@ -76,3 +77,18 @@ def test_notices_without_the_token_are_dropped(three, token):
 def test_a_host_that_is_not_ours_is_a_clear_error():
     with pytest.raises(ConfigError, match=r"cannot listen on 203\.0\.113\.7"):
         ShareExchange(0, "203.0.113.7")
+
+
+@pytest.mark.parametrize(
+    ("sender_keys", "lost"),
+    [(derive_keys(b"s" * 16), set()), (derive_keys(b"x" * 16), {1}), (None, {1})],
+)
+def test_with_a_secret_only_ranks_that_have_it_are_heard(sender_keys, lost):
+    listener = ShareExchange(0, "127.0.0.1", derive_keys(b"s" * 16))
+    sender = ShareExchange(1, "127.0.0.1", sender_keys)
+    sender.connect({0: listener.address})
+    arrival = listener.expect(KEY, [1], 3)
+    sender.tell(KEY, [0], arrived=True)
+    assert arrival.result(10) == lost
+    sender.close()
+    listener.close()

@@ -26,6 +26,11 @@ import torch.distributed as dist
 
 from kvpp_connect.bench.local_ranks import run_ranks
 from kvpp_connect.bench.rounds import Spread, spread, timed
+from kvpp_connect.connectors.caches import (
+    BlockShape,
+    describe_caches,
+    register_storage,
+)
 from kvpp_connect.connectors.mooncake_engine import MooncakeEngine
 from kvpp_connect.connectors.mooncake_v2.control import ControlClient
 from kvpp_connect.connectors.mooncake_v2.counters import PullStats
@@ -34,11 +39,6 @@ from kvpp_connect.connectors.mooncake_v2.metadata import PullRequest, parse_remo
 from kvpp_connect.connectors.mooncake_v2.producer import Producer
 from kvpp_connect.connectors.mooncake_v2.producers import ProducerLink
 from kvpp_connect.connectors.mooncake_v2.puller import Puller, PullOptions
-from kvpp_connect.connectors.mooncake_v2.registration import (
-    BlockShape,
-    describe_caches,
-    register_storage,
-)
 from kvpp_connect.connectors.mooncake_v2.routes import PullMode
 from kvpp_connect.connectors.mooncake_v2.transfer_plan import TokenRange, plan_reads
 from kvpp_connect.errors import KvppError, PeerError

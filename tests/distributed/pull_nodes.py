@@ -6,16 +6,16 @@ import time
 import torch
 from builders import layer_name
 
+from kvpp_connect.connectors.caches import (
+    BlockShape,
+    describe_caches,
+    register_storage,
+)
 from kvpp_connect.connectors.mooncake_engine import MooncakeEngine
 from kvpp_connect.connectors.mooncake_v2.counters import PullStats
 from kvpp_connect.connectors.mooncake_v2.exchange import ShareExchange
 from kvpp_connect.connectors.mooncake_v2.metadata import PullRequest, parse_remote_prefill
 from kvpp_connect.connectors.mooncake_v2.puller import Puller, PullOptions
-from kvpp_connect.connectors.mooncake_v2.registration import (
-    BlockShape,
-    describe_caches,
-    register_storage,
-)
 from kvpp_connect.layout import GroupManifest, RankManifest
 
 SHAPE = BlockShape(num_blocks=8, block_tokens=16)

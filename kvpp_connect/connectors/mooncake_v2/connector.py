@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from kvpp_connect.connectors.caches import BlockShape
 from kvpp_connect.connectors.mooncake_v2.config import parse_extra_config, replica_port
 from kvpp_connect.connectors.mooncake_v2.metadata import StepOrders
-from kvpp_connect.connectors.mooncake_v2.registration import BlockShape
 from kvpp_connect.connectors.mooncake_v2.scheduler_side import SchedulerSide
 from kvpp_connect.connectors.mooncake_v2.stats import MooncakeV2Prometheus, MooncakeV2Stats
 from kvpp_connect.connectors.mooncake_v2.worker_side import WorkerSide

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvpp_connect._log import get_logger
+from kvpp_connect.connectors import caches
 from kvpp_connect.connectors.mooncake_engine import MooncakeEngine
-from kvpp_connect.connectors.mooncake_v2 import registration
 from kvpp_connect.connectors.mooncake_v2.counters import PullStats
 from kvpp_connect.connectors.mooncake_v2.exchange import ExchangeAddress, ShareExchange
 from kvpp_connect.connectors.mooncake_v2.puller import Puller, PullOptions
@@ -51,7 +51,7 @@ class WorkerSide:
         config: "MooncakeV2Config",
         host: str,
         protocol: str,
-        shape: registration.BlockShape,
+        shape: caches.BlockShape,
         consumes: bool,
     ) -> None:
         self._config = config
@@ -69,8 +69,8 @@ class WorkerSide:
     def register(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         """Make this rank's caches readable and writable by the transfer engine."""
         place = group_info()
-        components = registration.describe_caches(kv_caches, self._shape, active_placement())
-        regions = registration.register_storage(self._engine, kv_caches)
+        components = caches.describe_caches(kv_caches, self._shape, active_placement())
+        regions = caches.register_storage(self._engine, kv_caches)
         manifest = RankManifest(
             pp_rank=place.pp_rank,
             rank_in_group=place.rank_in_group,

@@ -2,7 +2,10 @@
 
 from kvpp_connect._log import get_logger
 
-CONNECTORS = {"MooncakeConnectorV2": "kvpp_connect.connectors"}
+CONNECTORS = {
+    "AscendStoreConnector": "kvpp_connect.connectors",
+    "MooncakeConnectorV2": "kvpp_connect.connectors",
+}
 
 
 def register() -> None:

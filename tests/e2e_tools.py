@@ -69,3 +69,19 @@ def wait_for(condition, timeout_s=90):
             return value
         time.sleep(0.2)
     raise AssertionError("the condition did not come true in time")
+
+
+def pool(master, role="kv_both", **extra):
+    """The transfer configuration of a node that uses a pool on a Mooncake master."""
+    return {
+        "kv_connector": "AscendStoreConnector",
+        "kv_connector_module_path": "kvpp_connect.connectors",
+        "kv_role": role,
+        "kv_connector_extra_config": {
+            "backend": "mooncake",
+            "master_server_address": master.address,
+            "global_segment_size": "256MB",
+            "protocol": "tcp",
+            **extra,
+        },
+    }

@@ -6,6 +6,9 @@ One forward is ``arm``, then ``acquire`` and ``release`` for each target layer i
 
     IDLE --arm--> DUE(0) --acquire--> HELD(0) --release--> DUE(1) ... DUE(n) --finish--> IDLE
 
+The bytes that an owner sends may still be on their way into its cache, see :class:`BundleGate`:
+then its bundle starts when its layer asks for it, on that rank only.
+
 Every other call is an error. After an error, or ``abandon``, the engine is DEAD: its peers are out
 of step, and no later forward may run.
 
@@ -22,7 +25,7 @@ Not thread-safe; driven by the thread that runs the model.
 
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from kvpp_connect.broadcast.collective import GroupBroadcast, PendingBroadcast
 from kvpp_connect.broadcast.payload import BundlePayload
@@ -33,6 +36,18 @@ from kvpp_connect.platforms.device import Device
 
 class BroadcastError(KvppError):
     """The engine was driven out of order, or a broadcast failed."""
+
+
+class BundleGate(Protocol):
+    """Says when the caches that this rank owns hold what the forward may read."""
+
+    def is_open(self, ordinal: int) -> bool:
+        """Whether the ``ordinal``-th target layer may be read."""
+        ...
+
+    def wait(self, ordinal: int) -> None:
+        """Return when it may be, which is in time whatever becomes of its bytes."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,6 +76,7 @@ class PrefetchEngine:
         payload: BundlePayload,
         transport: GroupBroadcast,
         device: Device,
+        gate: BundleGate | None = None,
     ) -> None:
         """Bind the plan to its bytes and reserve the events.
 
@@ -69,6 +85,7 @@ class PrefetchEngine:
             payload: the bytes to move for each bundle.
             transport: broadcast inside the KVPP group.
             device: where the bytes lie.
+            gate: of somebody who writes owned caches while forwards run.
         """
         self._rank = placement.rank
         self._bundles = placement.bundles
@@ -76,6 +93,7 @@ class PrefetchEngine:
         self._payload = payload
         self._transport = transport
         self._device = device
+        self._gate = gate
         self._ready = device.event()
         # One is enough: it is waited for before the next bundle starts and records it again.
         self._arrived = device.event()
@@ -98,8 +116,11 @@ class PrefetchEngine:
         """The layer that holds its cache now."""
         return self._ordinal if self._state is _State.HELD else None
 
-    def arm(self) -> None:
-        """Begin a forward with history: start the first bundle.
+    def arm(self, *, start: bool = True) -> None:
+        """Begin a forward with history.
+
+        Args:
+            start: whether to start the first bundle; else its layer does. The same on all ranks.
 
         Raises:
             BroadcastError: the last forward was not finished, the engine is dead, or the first
@@ -112,7 +133,8 @@ class PrefetchEngine:
         with self._device.transfers():
             self._ready.wait()
         self._state, self._ordinal = _State.DUE, 0
-        self._start(0)
+        if start:
+            self._start(0)
 
     def acquire(self, ordinal: int) -> None:
         """Give the ``ordinal``-th target layer its cache, and start the next bundle.
@@ -125,8 +147,11 @@ class PrefetchEngine:
         """
         due = self._state is _State.DUE and self._ordinal == ordinal
         self._check(due, f"layer {self._names[ordinal]} asked for its cache")
+        if self._pending is None:
+            self._wait_at_gate(ordinal)
+            self._start(ordinal)
         pending, self._pending = self._pending, None
-        assert pending is not None, "an armed engine has a broadcast under way"
+        assert pending is not None, "it has just been started, if not before"
         try:
             pending.wait()
         except KvppError as error:
@@ -168,6 +193,8 @@ class PrefetchEngine:
         if ordinal == len(self._bundles):
             return
         owner, slot = self._bundles[ordinal].owner, self._bundles[ordinal].slot
+        if self._gate is not None and owner == self._rank and not self._gate.is_open(ordinal):
+            return  # its layer waits at the gate
         with self._device.transfers():
             if slot in self._read_slots:
                 self._drained[slot].wait()
@@ -184,6 +211,10 @@ class PrefetchEngine:
             self.counters.sent_bytes += data.numel()
         else:
             self.counters.received_bytes += data.numel()
+
+    def _wait_at_gate(self, ordinal: int) -> None:
+        if self._gate is not None and self._bundles[ordinal].owner == self._rank:
+            self._gate.wait(ordinal)
 
     def _situation(self) -> str:
         if self._state is _State.IDLE:

@@ -1,13 +1,17 @@
-"""Worker side: what this rank holds, registered with the transfer engine and put into words."""
+"""What this rank holds: its caches in words, and registered with a transfer engine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from kvpp_connect.connectors.mooncake_engine import TransferEngine
-from kvpp_connect.errors import LayoutError
+from kvpp_connect.errors import ConfigError, LayoutError
 from kvpp_connect.layout import ComponentAddress, RankPlacement
+
+if TYPE_CHECKING:
+    from kvpp_connect.seam.api import KVCacheConfig, VllmConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,12 +19,40 @@ class BlockShape:
     """Blocks as the scheduler counts them.
 
     ``block_tokens`` are what one rank keeps in a block. Under decode context parallelism runs of
-    ``interleave_tokens`` tokens go to the ranks in turn; 0 without.
+    ``interleave_tokens`` tokens go to ``token_shards`` ranks in turn; 0 and 1 without.
     """
 
     num_blocks: int
     block_tokens: int
     interleave_tokens: int = 0
+    token_shards: int = 1
+
+
+def block_shape(
+    connector: str, kv_cache_config: "KVCacheConfig", vllm_config: "VllmConfig"
+) -> BlockShape:
+    """Blocks of an engine.
+
+    Args:
+        connector: who asks, for the message.
+
+    Raises:
+        ConfigError: the model has several groups of caches.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        raise ConfigError(
+            f"{connector}: the model has {len(groups)} KV cache groups, this version of "
+            "kvpp-connect supports one"
+        )
+    spec, parallel = groups[0].kv_cache_spec, vllm_config.parallel_config
+    shards = parallel.decode_context_parallel_size if spec.dcp_sharded else 1
+    return BlockShape(
+        num_blocks=kv_cache_config.num_blocks,
+        block_tokens=spec.block_size,
+        interleave_tokens=parallel.cp_kv_cache_interleave_size if shards > 1 else 0,
+        token_shards=shards,
+    )
 
 
 def describe_caches(

@@ -42,6 +42,10 @@ class Device(Protocol):
         """Make the transfer stream current for the duration of the context."""
         ...
 
+    def finish_transfers(self) -> None:
+        """Wait on the host for all work of the transfer stream. Never called by a forward."""
+        ...
+
 
 class StreamDevice:
     """A device whose streams have the interface of ``torch.cuda``, with a transfer stream on it."""
@@ -65,3 +69,7 @@ class StreamDevice:
         """Make the transfer stream current."""
         # A new context each time: torch_npu's cannot be entered twice.
         return self._streams.stream(self._transfers)
+
+    def finish_transfers(self) -> None:
+        """Wait on the host for all work of the transfer stream."""
+        self._transfers.synchronize()

@@ -1,8 +1,9 @@
 """vLLM's connector API, imported in one place for the connectors."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -21,7 +22,8 @@ from vllm.utils.network_utils import get_ip
 from vllm.v1.metrics.utils import create_metric_per_engine
 from vllm.v1.request import RequestStatus
 
-from kvpp_connect.platforms.base import PLATFORMS
+from kvpp_connect.platforms.base import PLATFORMS, select_platform
+from kvpp_connect.seam.pool_guard import GuardedBlockPool
 
 if TYPE_CHECKING:
     # Types for the connectors, re-exported.
@@ -31,12 +33,16 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadata as AttentionMetadata
     from vllm.v1.core.block_pool import BlockPool as BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks as KVCacheBlocks
+    from vllm.v1.core.kv_cache_manager import KVCacheManager as KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput as SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig as KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput as KVConnectorOutput
     from vllm.v1.request import Request as Request
 
+    from kvpp_connect.platforms.device import Device
+
 __all__ = [
+    "KVCacheEvent",
     "KVConnectorBase_V1",
     "KVConnectorFactory",
     "KVConnectorHandshakeMetadata",
@@ -51,6 +57,7 @@ __all__ = [
     "SupportsHMA",
     "create_metric_per_engine",
     "get_ip",
+    "make_device",
     "register_connector",
     "transfer_protocol",
 ]
@@ -69,7 +76,10 @@ def register_connector(name: str, module: str) -> bool:
 
 
 class PoolPins:
-    """Pins on blocks of vLLM's pool: references that belong to no request."""
+    """Pins on blocks of vLLM's pool: references that belong to no request.
+
+    No running request reads pinned blocks, so they need no room in KVPP's scratch.
+    """
 
     def __init__(self, pool: "BlockPool") -> None:
         self._pool = pool
@@ -77,13 +87,41 @@ class PoolPins:
     def pin(self, block_ids: Sequence[int]) -> None:
         """Keep blocks from being handed out, whoever frees them."""
         self._pool.touch([self._pool.blocks[block_id] for block_id in block_ids])
+        if isinstance(self._pool, GuardedBlockPool):
+            self._pool.lease(block_ids)
 
     def unpin(self, block_ids: Sequence[int]) -> None:
         """Take one pin back; blocks that nobody else holds become free."""
+        if isinstance(self._pool, GuardedBlockPool):
+            self._pool.end_lease(block_ids)
         self._pool.free_blocks(self._pool.blocks[block_id] for block_id in reversed(block_ids))
+
+    def forget(self, block_ids: Sequence[int]) -> None:
+        """Let no further request find these blocks by their tokens."""
+        self._pool.evict_blocks(set(block_ids))
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the whole pool."""
+        return self._pool.num_gpu_blocks
+
+    @property
+    def hash_block_tokens(self) -> int:
+        """Tokens for which one of vLLM's block hashes stands."""
+        return self._pool.hash_block_size
 
 
 def transfer_protocol(vllm_config: "VllmConfig") -> str:
     """Transfer protocol of the engine's device: RDMA where the platform table has no entry."""
     platform = PLATFORMS.get(vllm_config.device_config.device_type)
     return platform.transfer_protocol if platform else "rdma"
+
+
+def make_device(vllm_config: "VllmConfig") -> "Callable[[], Device] | None":
+    """How to make the accelerator's device under the caches; ``None`` on a CPU.
+
+    Raises:
+        ConfigError: no platform is known for the device.
+    """
+    device_type = vllm_config.device_config.device_type
+    return None if device_type == "cpu" else select_platform(device_type).create_device

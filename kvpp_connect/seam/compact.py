@@ -44,6 +44,7 @@ class CompactForward:
         }
         self._open = False
         self._history = False
+        self._start = True
         self.active: ActiveBlocks | None = None
         self.block_tokens = _block_tokens(runner, placement)
         self._split_groups()
@@ -52,9 +53,13 @@ class CompactForward:
         self._original_slot_mappings = runner._get_slot_mappings  # noqa: SLF001 - in the ledger
         runner._get_slot_mappings = self._get_slot_mappings  # noqa: SLF001 - in the ledger
 
-    def open(self, *, history: bool) -> None:
-        """A step of real requests begins; dummy runs happen outside of steps."""
-        self._open, self._history, self.active = True, history, None
+    def open(self, *, history: bool, start: bool = True) -> None:
+        """A step of real requests begins; dummy runs happen outside of steps.
+
+        Args:
+            start: see :meth:`PrefetchEngine.arm`.
+        """
+        self._open, self._history, self._start, self.active = True, history, start, None
 
     def close(self) -> None:
         """The step is over."""
@@ -69,7 +74,7 @@ class CompactForward:
         self.active = self._collect_active()
         self._payload.use(self.active)
         if self._history:
-            self._engine.arm()
+            self._engine.arm(start=self._start)
         renumbered: dict[tuple[int, int], torch.Tensor] = {}
         for name in self._scratch.keys() & by_layer.keys():
             slots, first = by_layer[name], self._scratch[name].first_block(len(self.active))

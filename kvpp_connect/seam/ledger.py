@@ -127,8 +127,13 @@ LEDGER: tuple[Touchpoint, ...] = (
     ),
     Touchpoint(
         target="vllm.v1.core.sched.output:SchedulerOutput",
-        fields=("scheduled_new_reqs", "scheduled_cached_reqs", "total_num_scheduled_tokens"),
-        why="tells whether a forward has history",
+        fields=(
+            "scheduled_new_reqs",
+            "scheduled_cached_reqs",
+            "total_num_scheduled_tokens",
+            "has_sync_kv_loads",
+        ),
+        why="tells whether a forward has history, and whether connectors load KV for it",
     ),
     Touchpoint(
         target="vllm.v1.core.sched.output:NewRequestData",
@@ -218,10 +223,61 @@ LEDGER: tuple[Touchpoint, ...] = (
         why="connectors: takes those pins back",
     ),
     Touchpoint(
+        target="vllm.v1.core.block_pool:BlockPool.evict_blocks",
+        parameters=("self", "block_ids"),
+        why="connectors: no request finds blocks that were computed from KV that is not there",
+    ),
+    Touchpoint(
         target="vllm.distributed.kv_transfer.kv_connector.v1.base:"
         "KVConnectorBase_V1.bind_gpu_block_pool",
         parameters=("self", "gpu_block_pool"),
         why="connectors: gives the scheduler side the pool",
+    ),
+    Touchpoint(
+        target="vllm.distributed.kv_transfer.kv_connector.v1.base:"
+        "KVConnectorBase_V1.bind_kv_cache_manager",
+        parameters=("self", "kv_cache_manager"),
+        why="connectors: gives the scheduler side the pool and requests' blocks",
+    ),
+    Touchpoint(
+        target="vllm.distributed.kv_transfer.kv_connector.v1.base:"
+        "KVConnectorBase_V1.on_new_request",
+        parameters=("self", "request"),
+        why="connectors: a request's transfers begin while it waits",
+    ),
+    Touchpoint(
+        target="vllm.distributed.kv_transfer.kv_connector.v1.base:"
+        "KVConnectorBase_V1.has_pending_push_work",
+        parameters=("self",),
+        why="connectors: steps go on while the pool's ranks still copy blocks",
+    ),
+    Touchpoint(
+        target="vllm.v1.core.kv_cache_manager:KVCacheManager.get_block_ids",
+        parameters=("self", "request_id"),
+        why="connectors: where a request's blocks are",
+    ),
+    Touchpoint(
+        target="vllm.v1.core.kv_cache_utils:generate_block_hash_extra_keys",
+        parameters=("request", "start_token_idx", "end_token_idx", "start_mm_idx"),
+        why="connectors: what names a block beside its tokens: adapters, images, salts",
+    ),
+    Touchpoint(
+        target="vllm.v1.core.kv_cache_utils:to_event_extra_keys",
+        parameters=("extra_keys",),
+        why="connectors: the same in KV events",
+    ),
+    Touchpoint(
+        target="vllm.v1.core.kv_cache_utils:maybe_convert_block_hash",
+        parameters=("hash_bytes",),
+        why="connectors: what routers call a block",
+    ),
+    Touchpoint(
+        target="vllm.distributed.kv_events:BlockStored",
+        why="connectors: tells routers what the pool holds",
+    ),
+    Touchpoint(
+        target="vllm.distributed.kv_events:BlockRemoved",
+        why="connectors: tells routers what it holds no more",
     ),
     Touchpoint(
         target="vllm.distributed.utils:sched_yield",
@@ -239,6 +295,12 @@ LEDGER: tuple[Touchpoint, ...] = (
         "KVConnectorFactory.register_connector",
         parameters=("cls", "name", "module_path", "class_name"),
         why="makes the connectors known by name",
+    ),
+    Touchpoint(
+        target="vllm.distributed.kv_transfer.kv_connector.factory:"
+        "KVConnectorFactory.get_connector_class",
+        parameters=("cls", "kv_transfer_config"),
+        why="finds our connectors, so that their settings are checked early",
     ),
 )
 

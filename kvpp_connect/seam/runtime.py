@@ -9,7 +9,7 @@ import torch
 from vllm.v1.kv_cache_interface import KVCacheTensor
 
 from kvpp_connect._log import get_logger
-from kvpp_connect.broadcast.engine import PrefetchEngine
+from kvpp_connect.broadcast.engine import BundleGate, PrefetchEngine
 from kvpp_connect.broadcast.payload import CompactPayload, FullPayload
 from kvpp_connect.broadcast.transports import create_transport
 from kvpp_connect.config import KvppConfig
@@ -39,11 +39,21 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _active_placement: RankPlacement | None = None
+_gate: BundleGate | None = None
 
 
 def active_placement() -> RankPlacement | None:
     """Placement of this worker process; ``None`` with KVPP off. For the connectors."""
     return _active_placement
+
+
+def set_bundle_gate(gate: BundleGate) -> None:
+    """Let somebody hold broadcasts back who loads caches while forwards run. For the connectors.
+
+    To be called before the engine is made, when vLLM registers the caches with connectors.
+    """
+    global _gate  # one worker, one gate per process
+    _gate = gate
 
 
 def has_history(scheduler_output: "SchedulerOutput") -> bool:
@@ -176,12 +186,12 @@ class KvppRuntime:
         memory, device = _allocation(placement, layers), self._platform.create_device()
         if self._config.mode == "compact":
             payload = CompactPayload(placement, memory)
-            self._engine = PrefetchEngine(placement, payload, transport, device)
+            self._engine = PrefetchEngine(placement, payload, transport, device, _gate)
             _narrow_to_scratch(placement, layers)
             self._compact = CompactForward(placement, payload, self._engine, runner)
         else:
             payload = FullPayload(placement, memory)
-            self._engine = PrefetchEngine(placement, payload, transport, device)
+            self._engine = PrefetchEngine(placement, payload, transport, device, _gate)
         self._hooks = LayerHooks(placement, layers, self._engine)
 
     @contextmanager
@@ -199,11 +209,13 @@ class KvppRuntime:
             # Else a layer may read, behind its tokens, bytes of another layer as numbers that
             # they are not, such as NaN.
             history = True
+        # What connectors load for this forward is not there yet: vLLM asks for it further down.
+        loads = scheduler_output.has_sync_kv_loads
         if self._compact is not None:
             # Armed by CompactForward, as soon as the runner knows the batch's blocks.
-            self._compact.open(history=history)
+            self._compact.open(history=history, start=not loads)
         elif history:
-            engine.arm()
+            engine.arm(start=not loads)
         try:
             yield
         except BaseException as error:

@@ -26,7 +26,7 @@ KVPP_SCHEDULERS = (
     "kvpp_connect.seam.scheduler.KvppAsyncScheduler",
 )
 _DRAFTS_ON_TARGET_CACHES = ("extract_hidden_states", "custom_class")
-SUPPORTED_CONNECTORS = ("MooncakeConnectorV2",)
+SUPPORTED_CONNECTORS = ("AscendStoreConnector", "MooncakeConnectorV2")
 CONNECTOR_MODULE = "kvpp_connect.connectors"
 
 

@@ -56,7 +56,7 @@ def spec(token_bytes):
 class Engine:
     armed_with = None
 
-    def arm(self):
+    def arm(self, *, start=True):
         self.armed_with = "armed"
 
 

@@ -5,13 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvpp_connect.connectors.caches import BlockShape
+from kvpp_connect.connectors.caches import block_shape
 from kvpp_connect.connectors.mooncake_v2.config import parse_extra_config, replica_port
 from kvpp_connect.connectors.mooncake_v2.metadata import StepOrders
 from kvpp_connect.connectors.mooncake_v2.scheduler_side import SchedulerSide
 from kvpp_connect.connectors.mooncake_v2.stats import MooncakeV2Prometheus, MooncakeV2Stats
 from kvpp_connect.connectors.mooncake_v2.worker_side import WorkerSide
-from kvpp_connect.errors import ConfigError
 from kvpp_connect.layout import GroupManifest
 from kvpp_connect.seam.api import (
     KVConnectorBase_V1,
@@ -103,7 +102,7 @@ class MooncakeConnectorV2(KVConnectorBase_V1, SupportsHMA):
                 config=config,
                 host=host,
                 protocol=config.protocol or transfer_protocol(vllm_config),
-                shape=_block_shape(kv_cache_config, vllm_config),
+                shape=block_shape("MooncakeConnectorV2", kv_cache_config, vllm_config),
                 consumes=transfer.is_kv_consumer,
             )
 
@@ -248,19 +247,3 @@ class MooncakeConnectorV2(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.close()
         if self._worker is not None:
             self._worker.close()
-
-
-def _block_shape(kv_cache_config: "KVCacheConfig", vllm_config: "VllmConfig") -> BlockShape:
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
-        raise ConfigError(
-            f"MooncakeConnectorV2: the model has {len(groups)} KV cache groups, this version of "
-            "kvpp-connect supports one"
-        )
-    spec, parallel = groups[0].kv_cache_spec, vllm_config.parallel_config
-    sharded = spec.dcp_sharded and parallel.decode_context_parallel_size > 1
-    return BlockShape(
-        num_blocks=kv_cache_config.num_blocks,
-        block_tokens=spec.block_size,
-        interleave_tokens=parallel.cp_kv_cache_interleave_size if sharded else 0,
-    )

@@ -9,19 +9,8 @@ without asking the connector, so they are pinned in the block pool.
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-
-class BlockPins(Protocol):
-    """Reference counts of the block pool."""
-
-    def pin(self, block_ids: Sequence[int]) -> None:
-        """Keep blocks from being handed out, whoever frees them."""
-        ...
-
-    def unpin(self, block_ids: Sequence[int]) -> None:
-        """Take one pin back; blocks that nobody else holds become free."""
-        ...
+from kvpp_connect.connectors.pins import BlockPins
 
 
 @dataclass(frozen=True, slots=True)

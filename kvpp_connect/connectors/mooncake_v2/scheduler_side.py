@@ -7,9 +7,10 @@ from kvpp_connect.connectors.mooncake_v2.config import MooncakeV2Config
 from kvpp_connect.connectors.mooncake_v2.consumer import Consumer
 from kvpp_connect.connectors.mooncake_v2.metadata import StepOrders
 from kvpp_connect.connectors.mooncake_v2.producer import Producer
-from kvpp_connect.connectors.mooncake_v2.quarantine import BlockPins, BlockQuarantine
+from kvpp_connect.connectors.mooncake_v2.quarantine import BlockQuarantine
 from kvpp_connect.connectors.mooncake_v2.releases import LeaseReleaser
 from kvpp_connect.connectors.mooncake_v2.secret import load_keys
+from kvpp_connect.connectors.pins import BlockPins
 from kvpp_connect.errors import LayoutError
 from kvpp_connect.layout import GroupManifest
 from kvpp_connect.seam.api import RequestStatus

@@ -1,24 +1,10 @@
-"""The connector's counters and gauges in the words of vLLM's log line and Prometheus.
-
-A report maps names of ``COUNTERS`` to what was added since the last one, and names of ``GAUGES`` to
-the value at that moment. A counter with a cause is called ``name/cause``.
-"""
+"""The metrics of MooncakeConnectorV2."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
-from prometheus_client import Counter, Gauge
-
+from kvpp_connect.connectors.metrics import ConnectorPrometheus, ConnectorStats, MetricTable
 from kvpp_connect.connectors.mooncake_v2.counters import FailureCause
 from kvpp_connect.connectors.mooncake_v2.wire import BadMessage
-from kvpp_connect.seam.api import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-    create_metric_per_engine,
-)
-
-if TYPE_CHECKING:
-    from kvpp_connect.seam.api import VllmConfig
 
 COUNTERS: dict[str, str] = {
     "pulls": "Pulls of a request's KV that succeeded, over all decode ranks.",
@@ -53,67 +39,24 @@ GAUGES: dict[str, str] = {
 }
 
 
+TABLE = MetricTable(counters=COUNTERS, causes=CAUSES, gauges=GAUGES)
+
+
 @dataclass
-class MooncakeV2Stats(KVConnectorStats):
-    """One report, or several in one: counters are added up, of gauges the greatest is kept."""
+class MooncakeV2Stats(ConnectorStats):
+    """One report, or several in one."""
 
-    def reset(self) -> None:
-        self.data = {}
-
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        for name, value in other.data.items():
-            present = self.data.get(name, 0)
-            self.data[name] = max(present, value) if name in GAUGES else present + value
-        return self
+    table = TABLE
 
     def reduce(self) -> dict[str, int | float]:
-        shown = {name: round(value, 3) for name, value in self.data.items()}
+        shown = super().reduce()
         seconds = self.data.get("pull_seconds", 0)
         if seconds > 0:
             shown["MB/s per pull"] = round(self.data.get("pull_bytes", 0) / seconds / 1e6, 1)
         return shown
 
-    def is_empty(self) -> bool:
-        # A gauge that fell to 0 is news.
-        return not self.data
 
+class MooncakeV2Prometheus(ConnectorPrometheus):
+    """The same for Prometheus."""
 
-class MooncakeV2Prometheus(KVConnectorPromMetrics):
-    """``vllm:kvpp_<name>_total`` for each counter, ``vllm:kvpp_<name>`` for each gauge."""
-
-    def __init__(
-        self,
-        vllm_config: "VllmConfig",
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-        def per_engine(kind: Any, name: str, text: str, **how: Any) -> Any:  # noqa: ANN401 - untyped
-            metric = metric_types[kind](
-                name=f"vllm:kvpp_{name}", documentation=text, labelnames=labelnames, **how
-            )
-            return create_metric_per_engine(metric, per_engine_labelvalues)
-
-        self._counters: dict[str, Any] = {
-            name: per_engine(Counter, name, text) for name, text in COUNTERS.items()
-        }
-        self._gauges: dict[str, Any] = {
-            name: per_engine(Gauge, name, text, multiprocess_mode="mostrecent")
-            for name, text in GAUGES.items()
-        }
-        for name, (text, causes) in CAUSES.items():
-            metric = metric_types[Counter](
-                name=f"vllm:kvpp_{name}", documentation=text, labelnames=[*labelnames, "cause"]
-            )
-            for cause in causes:
-                labelled = {engine: [*v, cause] for engine, v in per_engine_labelvalues.items()}
-                self._counters[f"{name}/{cause}"] = create_metric_per_engine(metric, labelled)
-
-    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        for name, value in transfer_stats_data.items():
-            if name in self._counters:
-                self._counters[name][engine_idx].inc(value)
-            elif name in self._gauges:
-                self._gauges[name][engine_idx].set(value)
+    table = TABLE

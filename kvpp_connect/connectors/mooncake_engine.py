@@ -1,4 +1,7 @@
-"""The only place that imports mooncake: its transfer engine behind a small interface."""
+"""Mooncake's transfer engine behind a small interface, and what its TCP transport needs.
+
+Besides this file only the pool's Mooncake store imports mooncake.
+"""
 
 import os
 from collections.abc import Sequence
@@ -8,6 +11,10 @@ from kvpp_connect.errors import ConfigError, PeerError
 
 PROTOCOLS = ("tcp", "rdma", "ascend")
 
+INSTALL_HINT = (
+    "Install mooncake-transfer-engine (mooncake-transfer-engine-non-cuda on CPU machines) and the "
+    "system library it names (Debian: libibverbs1)"
+)
 
 _TCP_SETTINGS = {
     # Builds without CUDA ignore the protocol argument and pick RDMA where a device exists.
@@ -24,6 +31,14 @@ _TCP_SETTINGS = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
     "MC_TCP_STATUS_TIMEOUT_SEC": "5",
 }
+
+
+def set_tcp_environment(host: str) -> None:
+    """Make Mooncake use TCP well; to be called before mooncake is imported. User settings stay."""
+    # The address to bind. Mooncake 0.3.13 listens on the other interfaces all the same.
+    os.environ.setdefault("MC_TCP_BIND_ADDRESS", host)
+    for name, value in _TCP_SETTINGS.items():
+        os.environ.setdefault(name, value)
 
 
 class TransferEngine(Protocol):
@@ -63,17 +78,12 @@ class MooncakeEngine:
             ConfigError: mooncake is not installed, or does not start.
         """
         if protocol == "tcp":
-            # Without it the engine also listens on every other interface.
-            os.environ.setdefault("MC_TCP_BIND_ADDRESS", host)
-            for name, value in _TCP_SETTINGS.items():
-                os.environ.setdefault(name, value)
+            set_tcp_environment(host)
         try:
             from mooncake.engine import TransferEngine as Engine
         except ImportError as error:
             raise ConfigError(
-                f"MooncakeConnectorV2: cannot load mooncake ({error}). Install "
-                "mooncake-transfer-engine (mooncake-transfer-engine-non-cuda on CPU machines) and "
-                "the system library it names (Debian: libibverbs1)"
+                f"MooncakeConnectorV2: cannot load mooncake ({error}). {INSTALL_HINT}"
             ) from error
         self._engine: Any = Engine()
         code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, "")
@@ -83,10 +93,21 @@ class MooncakeEngine:
                 f"{protocol!r} (code {code}); is {host!r} an address of this machine?"
             )
         self._session = f"{host}:{self._engine.get_rpc_port()}"
+        self._protocol = protocol
 
     @property
     def session(self) -> str:
         return self._session
+
+    @property
+    def protocol(self) -> str:
+        """Transfer protocol that the engine was started with."""
+        return self._protocol
+
+    @property
+    def native_handle(self) -> object:
+        """What a Mooncake store in this process takes to share this engine's connections."""
+        return self._engine.get_engine()
 
     def register(self, address: int, length_bytes: int) -> None:
         code = self._engine.register_memory(address, length_bytes)

@@ -42,7 +42,7 @@ def test_one_engine_fills_the_pool_and_a_fresh_one_hits_it(
     with run_servers(first) as clients:
         client = clients["fill"]
         assert continue_all(client, prompts, concurrency=1) == plain_tokens
-        stored, unstored = wait_for(lambda: all_stored(client, prompts))
+        _stored, unstored = wait_for(lambda: all_stored(client, prompts))
         assert unstored == 0
         second = describe("hit", 2, kvpp={"mode": "compact"}, kv=pool(master))
         with run_servers(second) as others:

@@ -1,5 +1,7 @@
 """A seal tells an object apart from everything else that may lie under its key."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -65,7 +67,7 @@ def test_a_truncated_object_is_not_intact():
 def test_an_object_read_in_parts_is_checked_like_one_read_at_once(size, cuts, rng):
     rows, keys = sealed(size, count=3)
     edges = sorted({0, size, *(8 * cut for cut in cuts if 8 * cut < size)})
-    parts = list(zip(edges, edges[1:], strict=False))
+    parts = list(itertools.pairwise(edges))
     rng.shuffle(parts)
 
     def read(damaged=None):

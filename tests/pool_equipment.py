@@ -5,6 +5,7 @@ import importlib.util
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -132,3 +133,24 @@ class Memory:
     @staticmethod
     def write(buffer, content):
         ctypes.memmove(buffer.address, content, buffer.size)
+
+
+class StoreNode(ServerProcess):
+    """A process that lends memory to a Mooncake pool, so that objects outlive the engines."""
+
+    def __init__(self, master, size):
+        port = free_ports(1)[0]
+        code = (
+            "import os, socket, sys, time\n"
+            "os.environ.update(MC_FORCE_TCP='1', MC_TCP_BIND_ADDRESS='127.0.0.1')\n"
+            "from mooncake.store import MooncakeDistributedStore\n"
+            "store = MooncakeDistributedStore()\n"
+            "code = store.setup('127.0.0.1', 'P2PHANDSHAKE', int(sys.argv[2]), 1 << 24, 'tcp', '',"
+            " sys.argv[1])\n"
+            "assert code == 0, code\n"
+            "ready = socket.create_server(('127.0.0.1', int(sys.argv[3])))\n"
+            "time.sleep(86400)\n"
+        )
+        super().__init__(
+            "store node", [sys.executable, "-c", code, master.address, str(size), str(port)], port
+        )

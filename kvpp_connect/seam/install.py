@@ -36,9 +36,9 @@ def install_config_hook() -> None:
     @functools.wraps(original.__func__)
     def check_and_update_config(cls: "type[Platform]", vllm_config: "VllmConfig") -> None:
         config = parse_additional_config(vllm_config.additional_config)
-        check_connectors(vllm_config)
         chosen = vllm_config.parallel_config.worker_cls
         original.__func__(cls, vllm_config)
+        check_connectors(vllm_config)
         if config.enabled:
             enable(vllm_config, config, chosen)
 

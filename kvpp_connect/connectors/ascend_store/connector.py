@@ -28,7 +28,7 @@ from kvpp_connect.seam.api import (
     make_device,
 )
 from kvpp_connect.seam.groups import gather_in_group, group_info, token_shard
-from kvpp_connect.seam.runtime import active_placement
+from kvpp_connect.seam.runtime import active_placement, set_bundle_gate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -221,6 +221,7 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 gather=gather_in_group,
                 placement=active_placement(),
                 tokens=token_shard(run) if run else TokenShard(),
+                set_gate=set_bundle_gate,
             ),
         )
 
@@ -229,7 +230,8 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.start_loads(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: what a forward reads is loaded before it."""
+        assert self._worker is not None
+        self._worker.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self,

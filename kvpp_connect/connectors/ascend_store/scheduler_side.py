@@ -44,6 +44,7 @@ class _Tracked:
     lookup: "Lookup | None" = None
     local_blocks: int = 0  # vLLM's own hit, when it was last asked for
     loading: bool = False
+    admitted: bool = False  # it has had blocks: another connector's load, if any, has ended
     may_store: bool = True
 
 
@@ -125,7 +126,7 @@ class SchedulerSide:
             ),
         )
         self._requests[request.request_id] = tracked
-        if self._wants_load(request):
+        if self._wants_load(tracked):
             self._ask(tracked)
 
     def matched_tokens(self, request: "Request", computed_tokens: int) -> tuple[int | None, bool]:
@@ -134,7 +135,7 @@ class SchedulerSide:
         ``None``: not known yet, ask again.
         """
         tracked = self._requests.get(request.request_id)
-        if tracked is None or not self._wants_load(request):
+        if tracked is None or not self._wants_load(tracked):
             return 0, False
         if (blocks := self._answer(tracked)) is None:
             return None, False
@@ -145,7 +146,10 @@ class SchedulerSide:
     def allocated(self, request: "Request", block_ids: Sequence[int], tokens: int) -> None:
         """The request has its blocks; ``tokens`` of it are to be loaded."""
         tracked = self._requests.get(request.request_id)
-        if tracked is None or tracked.lookup is None:
+        if tracked is None:
+            return
+        tracked.admitted = True
+        if tracked.lookup is None:
             return
         lookup, tracked.lookup = tracked.lookup, None
         tracked.pooled = max(tracked.pooled, lookup.blocks or 0)
@@ -174,13 +178,12 @@ class SchedulerSide:
         if tracked.loading:
             self._cancelled.add(request.request_id)
 
-    def _wants_load(self, request: "Request") -> bool:
-        params = request.kv_transfer_params or {}
-        # A prefill node has the whole prompt.
+    def _wants_load(self, tracked: _Tracked) -> bool:
+        params = tracked.request.kv_transfer_params or {}
+        # A prefill node has the whole prompt, and comes first; the pool helps where it fails.
+        elsewhere = params.get("do_remote_prefill") and not tracked.admitted
         return (
-            self._config.loads
-            and not params.get("do_remote_prefill")
-            and not request.skip_reading_prefix_cache
+            self._config.loads and not elsewhere and not tracked.request.skip_reading_prefix_cache
         )
 
     # Look-ups

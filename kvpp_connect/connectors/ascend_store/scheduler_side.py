@@ -43,7 +43,8 @@ class _Tracked:
     pooled: int = 0  # its first blocks that are in the pool or on the way there
     lookup: "Lookup | None" = None
     local_blocks: int = 0  # vLLM's own hit, when it was last asked for
-    loading: bool = False
+    loading: frozenset[int] = frozenset()  # blocks that a load in the background writes
+    may_load: bool = True
     may_store: bool = True
 
 
@@ -134,7 +135,7 @@ class SchedulerSide:
         ``None``: not known yet, ask again.
         """
         tracked = self._requests.get(request.request_id)
-        if tracked is None or not self._wants_load(request):
+        if tracked is None or not tracked.may_load or not self._wants_load(request):
             return 0, False
         if (blocks := self._answer(tracked)) is None:
             return None, False
@@ -154,7 +155,8 @@ class SchedulerSide:
         first = tracked.local_blocks
         end = first + tokens // self._shape.block_tokens
         in_step = self._config.load_mode != "async"
-        tracked.loading = not in_step
+        if not in_step:
+            tracked.loading = frozenset(block_ids[first:end])
         self._loads.append(
             LoadOrder(
                 request_id=request.request_id,
@@ -270,10 +272,13 @@ class SchedulerSide:
         """
         if report is not None and report.lost:
             self._take_lost(report.lost)
+        invalid = set(invalid_block_ids)
+        for tracked in self._requests.values() if invalid else ():
+            # What the look-up sees and a load cannot read would be loaded again and again.
+            tracked.may_load &= invalid.isdisjoint(tracked.loading)
         for request_id in received:
             if tracked := self._requests.get(request_id):
-                tracked.loading = False
-        invalid = set(invalid_block_ids)
+                tracked.loading = frozenset()
         if invalid and self._in_step:
             self._forget_computed(invalid)
         self._in_step = {}

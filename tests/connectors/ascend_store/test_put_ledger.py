@@ -1,6 +1,9 @@
 """A job holds its blocks until every rank has copied them, and ends when every rank is through."""
 
 import pytest
+
+pytest.importorskip("vllm")
+
 from pool_scheduling import RecordingPins
 
 from kvpp_connect.connectors.ascend_store.holds import EndedPut, PutLedger

@@ -43,9 +43,11 @@ class _Tracked:
     pooled: int = 0  # its first blocks that are in the pool or on the way there
     lookup: "Lookup | None" = None
     local_blocks: int = 0  # vLLM's own hit, when it was last asked for
-    loading: bool = False
+    loading: frozenset[int] = frozenset()  # blocks that a load in the background writes
+    may_load: bool = True
     admitted: bool = False  # it has had blocks: another connector's load, if any, has ended
     may_store: bool = True
+    tail_stored: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +142,9 @@ class SchedulerSide:
         if (blocks := self._answer(tracked)) is None:
             return None, False
         tracked.local_blocks = computed_tokens // self._shape.block_tokens
-        tokens = max(0, blocks - tracked.local_blocks) * self._shape.block_tokens
+        # The last token is computed in any case.
+        pooled = min(blocks * self._shape.block_tokens, request.num_tokens - 1)
+        tokens = max(0, pooled - tracked.local_blocks * self._shape.block_tokens)
         return tokens, tokens > 0 and self._config.load_mode == "async"
 
     def allocated(self, request: "Request", block_ids: Sequence[int], tokens: int) -> None:
@@ -152,17 +156,19 @@ class SchedulerSide:
         if tracked.lookup is None:
             return
         lookup, tracked.lookup = tracked.lookup, None
-        tracked.pooled = max(tracked.pooled, lookup.blocks or 0)
+        full = request.num_tokens // self._shape.block_tokens
+        tracked.pooled = max(tracked.pooled, min(lookup.blocks or 0, full))
         if not tokens:
             return
         first = tracked.local_blocks
-        end = first + tokens // self._shape.block_tokens
+        end = first - -tokens // self._shape.block_tokens  # rounded up
         in_step = self._config.load_mode != "async"
-        tracked.loading = not in_step
+        if not in_step:
+            tracked.loading = frozenset(block_ids[first:end])
         self._loads.append(
             LoadOrder(
                 request_id=request.request_id,
-                blocks=block_list(tracked.chain.hashes[first:end], block_ids[first:end]),
+                blocks=block_list(lookup.hashes[first:end], block_ids[first:end]),
                 in_step=in_step,
             )
         )
@@ -191,11 +197,15 @@ class SchedulerSide:
     def _ask(self, tracked: _Tracked) -> None:
         if not self._scope:
             return
-        # The last token is computed in any case.
-        tokens = tracked.request.all_token_ids[: tracked.request.num_tokens - 1]
-        tracked.chain.extend(tokens)
-        wanted = len(tokens) // self._shape.block_tokens
-        tracked.lookup = self._lookups.ask(self._scope, tracked.chain.hashes[:wanted])
+        tokens = tracked.request.all_token_ids
+        if self._config.keep_partial:
+            tail = tracked.chain.tail(tokens)
+            wanted = [*tracked.chain.hashes, *((tail,) if tail else ())]
+        else:
+            # Whole blocks, without the one whose last token has to be computed.
+            tracked.chain.extend(tokens)
+            wanted = tracked.chain.hashes[: (len(tokens) - 1) // self._shape.block_tokens]
+        tracked.lookup = self._lookups.ask(self._scope, wanted)
 
     def _answer(self, tracked: _Tracked) -> int | None:
         """The number of first blocks in the pool; ``None``: not known yet."""
@@ -245,6 +255,9 @@ class SchedulerSide:
             tracked = self._requests.get(request_id)
             if tracked is None or not tracked.may_store:
                 continue
+            if (tail := self._storable_tail(tracked, scheduled)) and len(hashes) < room:
+                hashes.append(tail)
+                block_ids.append(step.block_ids(request_id)[self._full_prompt_blocks(tracked)])
             request = tracked.request
             # Tokens beyond num_tokens are drafts, or not known yet.
             computed = min(request.num_tokens, request.num_computed_tokens + scheduled)
@@ -258,6 +271,20 @@ class SchedulerSide:
             block_ids += step.block_ids(request_id)[first:end]
             tracked.pooled = end
         return block_list(hashes, block_ids) if hashes else None
+
+    def _storable_tail(self, tracked: _Tracked, scheduled: int) -> bytes | None:
+        """Name of the prompt's tokens behind its last full block, once, when they are computed."""
+        request = tracked.request
+        computed = request.num_computed_tokens + scheduled
+        if not self._config.keep_partial or computed < request.num_prompt_tokens:
+            return None
+        if tracked.tail_stored:
+            return None
+        tracked.tail_stored = True
+        return tracked.chain.tail(request.all_token_ids[: request.num_prompt_tokens])
+
+    def _full_prompt_blocks(self, tracked: _Tracked) -> int:
+        return tracked.request.num_prompt_tokens // self._shape.block_tokens
 
     def take_in(
         self,
@@ -273,10 +300,13 @@ class SchedulerSide:
         """
         if report is not None and report.lost:
             self._take_lost(report.lost)
+        invalid = set(invalid_block_ids)
+        for tracked in self._requests.values() if invalid else ():
+            # What the look-up sees and a load cannot read would be loaded again and again.
+            tracked.may_load &= invalid.isdisjoint(tracked.loading)
         for request_id in received:
             if tracked := self._requests.get(request_id):
-                tracked.loading = False
-        invalid = set(invalid_block_ids)
+                tracked.loading = frozenset()
         if invalid and self._in_step:
             self._forget_computed(invalid)
         self._in_step = {}

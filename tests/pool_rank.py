@@ -13,7 +13,7 @@ from kvpp_connect.connectors.ascend_store.backends.base import Buffer
 from kvpp_connect.connectors.ascend_store.copying import HostCopier
 from kvpp_connect.connectors.ascend_store.counters import PoolCounters
 from kvpp_connect.connectors.ascend_store.health import StoreHealth
-from kvpp_connect.connectors.ascend_store.loader import Loader
+from kvpp_connect.connectors.ascend_store.loader import Loader, LoadTools
 from kvpp_connect.connectors.ascend_store.objects import seal
 from kvpp_connect.connectors.ascend_store.putter import Putter
 from kvpp_connect.connectors.ascend_store.shard_caches import ShardCaches
@@ -111,8 +111,20 @@ class Rank:
         }
 
     def loader(self, timeout_s=10.0, verify=True):
-        self._parts.append(Loader(**self._arguments(timeout_s), verify=verify))
-        return self._parts[-1]
+        tools = LoadTools(
+            store=self.store,
+            copier=self.copier,
+            staging=self.staging,
+            health=self.health,
+            counters=self.counters,
+            timeout_s=timeout_s,
+            verify=verify,
+            clock=self.clock,
+        )
+        loader = Loader(tools, self.shards, self._threads)
+        loader.take_lost = tools.take_lost
+        self._parts.append(loader)
+        return loader
 
     def putter(self, timeout_s=10.0):
         self._parts.append(Putter(**self._arguments(timeout_s)))

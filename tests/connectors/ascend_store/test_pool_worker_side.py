@@ -143,6 +143,7 @@ class Engine:
                     gather=lambda row: gather(rank, row),
                     placement=placements[rank],
                     tokens=TokenShard(),
+                    set_gate=lambda gate: None,
                 ),
             )
 

@@ -189,7 +189,10 @@ class SchedulerSide:
         # A prefill node has the whole prompt, and comes first; the pool helps where it fails.
         elsewhere = params.get("do_remote_prefill") and not tracked.admitted
         return (
-            self._config.loads and not elsewhere and not tracked.request.skip_reading_prefix_cache
+            self._config.loads
+            and tracked.may_load
+            and not elsewhere
+            and not tracked.request.skip_reading_prefix_cache
         )
 
     # Look-ups

@@ -305,11 +305,7 @@ class SchedulerSide:
     def _forget_computed(self, invalid: set[int]) -> None:
         """A step read blocks that were not loaded: nothing that it computed from them is kept."""
         assert self._pins is not None, "a step has run"
-        for order in self._unconfirmed:
-            if self._events is not None:
-                self._events.failed(order.blocks.hashes)
-            self._ledger.drop(order.job)
-        self._unconfirmed = []
+        self._drop_unconfirmed()
         for request_id, block_ids in self._in_step.items():
             tracked = self._requests.get(request_id)
             first = next((i for i, block in enumerate(block_ids) if block in invalid), None)
@@ -319,6 +315,13 @@ class SchedulerSide:
             self._pins.forget(block_ids[first:])
             if tracked is not None:
                 tracked.pooled = min(tracked.pooled, first)
+
+    def _drop_unconfirmed(self) -> None:
+        for order in self._unconfirmed:
+            if self._events is not None:
+                self._events.failed(order.blocks.hashes)
+            self._ledger.drop(order.job)
+        self._unconfirmed = []
 
     def _take_stage(self, stage: StageShards) -> None:
         self._stages[stage.stage] = stage
@@ -354,6 +357,7 @@ class SchedulerSide:
         if any(tracked.loading for tracked in self._requests.values()):
             logger.warning("KV pool: not reset, since requests are being loaded; try again")
             return False
+        self._drop_unconfirmed()  # they would get the new keys
         old = self._scope
         salt = uuid.uuid4().hex
         self._identity = hashlib.sha256(f"{self._identity}:{salt}".encode()).hexdigest()[:32]

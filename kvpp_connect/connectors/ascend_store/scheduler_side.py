@@ -96,6 +96,7 @@ class SchedulerSide:
         self._lookups = lookups
         self._clock = clock
         self._events = PoolEvents() if emits_events else None
+        self._first_told = 0  # put jobs before it stored what a reset has made useless
         self._stages: dict[int, StageShards] = {}
         self._scope = ""
         self._pins: PoolPins | None = None
@@ -289,7 +290,7 @@ class SchedulerSide:
         for ended in self._ledger.take_in(report.puts):
             self._count("pool_stored_blocks", len(ended.stored))
             self._count("pool_unstored_blocks", len(ended.failed))
-            if self._events is not None:
+            if self._events is not None and ended.job >= self._first_told:
                 self._events.stored(ended.stored)
                 self._events.failed(ended.failed)
 
@@ -368,6 +369,7 @@ class SchedulerSide:
             tracked.may_store, tracked.lookup, tracked.pooled = False, None, 0
         if self._events is not None:
             self._events.reset()
+        self._first_told = self._ledger.next_job
         return True
 
     def take_events(self) -> "list[KVCacheEvent]":

@@ -266,6 +266,17 @@ def test_a_request_that_read_anothers_block_is_not_stored_either(sync):
     assert sync.step().puts == ()
 
 
+def test_a_bystander_of_a_failed_load_is_stored_a_step_later(sync):
+    request = sync.arrive("a", prompt(4))
+    sync.admit(request, hit=2)
+    bystander = fresh(sync, prompt(2, seed=1), "b")
+    sync.step({request: 8, bystander: 8}, sync_loads=True)
+    sync.report(invalid=[sync.tables["a"][0]])
+    request.num_computed_tokens = 0
+    bystander.output = [1]
+    assert stored_places(sync, bystander, sync.step({bystander: 1})) == [0, 1]
+
+
 def test_a_request_that_ended_with_a_failed_step_is_found_by_nobody(sync):
     request, _ = loading_step(sync)
     sync.side.finished(request)

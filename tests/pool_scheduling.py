@@ -64,6 +64,7 @@ class FakeRequest:
     lora_request: object = None
     prompt_embeds: object = None
     mm_features: tuple = ()
+    is_named: bool = True  # whether vLLM names its blocks
 
     @property
     def all_token_ids(self):
@@ -76,6 +77,8 @@ class FakeRequest:
     @property
     def block_hashes(self):
         """Names that vLLM gives full blocks: here, of their tokens."""
+        if not self.is_named:
+            return []
         tokens = self.all_token_ids
         ends = range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS)
         return [repr(tokens[:end]).encode().rjust(32) for end in ends]

@@ -98,6 +98,7 @@ class SchedulerSide:
         self._lookups = lookups
         self._clock = clock
         self._events = PoolEvents() if emits_events else None
+        self._first_told = 0  # put jobs before it stored what a reset has made useless
         self._stages: dict[int, StageShards] = {}
         self._scope = ""
         self._pins: PoolPins | None = None
@@ -106,7 +107,8 @@ class SchedulerSide:
         self._loads: list[LoadOrder] = []
         self._cancelled: set[str] = set()
         self._unconfirmed: list[PutOrder] = []
-        self._in_step: dict[str, Sequence[int]] = {}  # blocks of the step that loads what it reads
+        # Of the step that loads what it reads: each request's blocks, and ``pooled`` before it.
+        self._in_step: dict[str, tuple[Sequence[int], int]] = {}
         self._counts: dict[str, float] = {}
 
     def bind_pool(self, pins: "PoolPins") -> None:
@@ -234,17 +236,23 @@ class SchedulerSide:
         # What is computed from KV that may turn out not to have been loaded is not stored before
         # that is known.
         waits = step.has_sync_loads and self._shape.ordered_steps
+        self._in_step = self._note_step(step) if waits else {}
         if blocks := self._storable(step) if waits or not step.has_sync_loads else None:
             order = self._ledger.open(blocks)
             (self._unconfirmed if waits else puts).append(order)
-        self._in_step = (
-            {request_id: list(step.block_ids(request_id)) for request_id in step.scheduled}
-            if waits
-            else {}
-        )
         loads, self._loads = tuple(self._loads), []
         cancelled, self._cancelled = frozenset(self._cancelled), set()
         return PoolOrders(scope=self._scope, loads=loads, puts=tuple(puts), cancelled=cancelled)
+
+    def _note_step(self, step: Step) -> dict[str, tuple[Sequence[int], int]]:
+        noted: dict[str, tuple[Sequence[int], int]] = {}
+        for request_id in step.scheduled:
+            tracked = self._requests.get(request_id)
+            noted[request_id] = (
+                list(step.block_ids(request_id)),
+                tracked.pooled if tracked is not None else 0,
+            )
+        return noted
 
     def _storable(self, step: Step) -> BlockList | None:
         """Blocks that are full and computed after the coming step, and not in the pool yet."""
@@ -320,7 +328,7 @@ class SchedulerSide:
         for ended in self._ledger.take_in(report.puts):
             self._count("pool_stored_blocks", len(ended.stored))
             self._count("pool_unstored_blocks", len(ended.failed))
-            if self._events is not None:
+            if self._events is not None and ended.job >= self._first_told:
                 self._events.stored(ended.stored)
                 self._events.failed(ended.failed)
 
@@ -336,20 +344,22 @@ class SchedulerSide:
     def _forget_computed(self, invalid: set[int]) -> None:
         """A step read blocks that were not loaded: nothing that it computed from them is kept."""
         assert self._pins is not None, "a step has run"
+        self._drop_unconfirmed()
+        for request_id, (block_ids, pooled) in self._in_step.items():
+            first = next((i for i, block in enumerate(block_ids) if block in invalid), None)
+            if first is not None:
+                # Until it is computed anew no other request may find it.
+                self._pins.forget(block_ids[first:])
+                pooled = min(pooled, first)
+            if tracked := self._requests.get(request_id):
+                tracked.pooled = min(tracked.pooled, pooled)
+
+    def _drop_unconfirmed(self) -> None:
         for order in self._unconfirmed:
             if self._events is not None:
                 self._events.failed(order.blocks.hashes)
             self._ledger.drop(order.job)
         self._unconfirmed = []
-        for request_id, block_ids in self._in_step.items():
-            tracked = self._requests.get(request_id)
-            first = next((i for i, block in enumerate(block_ids) if block in invalid), None)
-            if first is None:
-                continue
-            # Until it is computed anew no other request may find it.
-            self._pins.forget(block_ids[first:])
-            if tracked is not None:
-                tracked.pooled = min(tracked.pooled, first)
 
     def _take_stage(self, stage: StageShards) -> None:
         self._stages[stage.stage] = stage
@@ -385,6 +395,7 @@ class SchedulerSide:
         if any(tracked.loading for tracked in self._requests.values()):
             logger.warning("KV pool: not reset, since requests are being loaded; try again")
             return False
+        self._drop_unconfirmed()  # they would get the new keys
         old = self._scope
         salt = uuid.uuid4().hex
         self._identity = hashlib.sha256(f"{self._identity}:{salt}".encode()).hexdigest()[:32]
@@ -395,6 +406,7 @@ class SchedulerSide:
             tracked.may_store, tracked.lookup, tracked.pooled = False, None, 0
         if self._events is not None:
             self._events.reset()
+        self._first_told = self._ledger.next_job
         return True
 
     def take_events(self) -> "list[KVCacheEvent]":

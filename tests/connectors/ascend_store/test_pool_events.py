@@ -28,7 +28,7 @@ def removed(events):
 
 def test_nothing_is_told_of_a_block_before_it_is_stored(events):
     assert events.take() == []
-    assert events.is_told(A), "it needs no second event"
+    assert not events.is_told(A)
 
 
 def test_stored_blocks_are_told_in_their_order_and_once(events):
@@ -47,6 +47,26 @@ def test_a_block_that_could_not_be_stored_is_not_told_and_may_be_later(events):
     events.expect(A, "a", "stored a at last")
     events.stored([A])
     assert events.take() == ["stored a at last"]
+
+
+def test_a_block_is_expected_until_all_puts_of_it_have_failed(events):
+    events.expect(A, "a", "stored a")
+    events.failed([A])
+    events.stored([A])
+    assert events.take() == ["stored a"]
+    events.expect(B, "b", "stored b")
+    events.failed([B])
+    events.failed([B])
+    events.stored([B])
+    assert events.take() == []
+
+
+def test_a_put_that_fails_after_another_has_stored_the_block_changes_nothing(events):
+    events.expect(A, "a", "stored a")
+    events.stored([A])
+    events.failed([A])
+    assert events.is_told(A)
+    assert events.take() == ["stored a"]
 
 
 def test_a_block_that_was_told_is_told_as_removed_when_it_is_lost(events):

@@ -106,6 +106,29 @@ def mooncake_master(**flags):
     return ServerProcess("mooncake_master", command, rpc_port)
 
 
+_META_SERVICE = """
+import sys
+import memcache_hybrid
+config = memcache_hybrid.MetaConfig()
+config.meta_service_url, config.config_store_url, config.metrics_url, config.log_path = sys.argv[1:]
+memcache_hybrid.MetaService.setup(config)
+memcache_hybrid.MetaService.main()
+"""
+
+
+def memcache_meta_service(folder):
+    """A MetaService, of which there may be one on a machine, with logs in ``folder``.
+
+    Its ``config_store`` is the second address that clients need.
+    """
+    meta, config, metrics = free_ports(3)
+    urls = f"tcp://{LOOPBACK}:{meta}", f"tcp://{LOOPBACK}:{config}", f"http://{LOOPBACK}:{metrics}"
+    command = [sys.executable, "-c", _META_SERVICE, *urls, str(folder)]
+    server = ServerProcess("memcache MetaService", command, meta)
+    server.config_store = f"{LOOPBACK}:{config}"
+    return server
+
+
 class YuanrongWorker:
     """A datasystem worker with a metadata store of its own, as ``dscli`` starts it."""
 

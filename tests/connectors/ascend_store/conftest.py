@@ -1,9 +1,11 @@
+import ctypes
 import importlib.util
+import tempfile
 from contextlib import ExitStack
 
 import pytest
 from fake_store import FakePool, FakeStore
-from pool_equipment import YuanrongWorker, mooncake_master
+from pool_equipment import YuanrongWorker, memcache_meta_service, mooncake_master
 
 from kvpp_connect.connectors.ascend_store.backends.create import create_store
 from kvpp_connect.connectors.ascend_store.backends.settings import parse_store_settings
@@ -58,16 +60,42 @@ class YuanrongPoolServer:
         return create_store(settings, host="127.0.0.1", segment=segment)
 
 
+class MemcachePoolServer:
+    """A MetaService and its clients, whose objects survive it."""
+
+    def __init__(self, stack):
+        if importlib.util.find_spec("memcache_hybrid") is None:
+            pytest.skip("memcache-hybrid is not installed")
+        try:
+            ctypes.CDLL("libascend_hal.so")
+        except OSError:
+            pytest.skip("memcache's client needs the driver of an Ascend accelerator")
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        self._service = stack.enter_context(memcache_meta_service(folder))
+        self.kill = self._service.kill
+        self.restart = self._service.restart
+
+    def client(self, segment=True):
+        extra = {
+            "meta_service_url": f"tcp://{self._service.address}",
+            "config_store_url": f"tcp://{self._service.config_store}",
+            "protocol": "host_shm",
+            "dram_size": "64MB",
+            "world_size": 16,
+        }
+        settings = parse_store_settings("memcache", extra, {})
+        return create_store(settings, host="127.0.0.1", segment=segment)
+
+
 SERVERS = {
     "fake": lambda stack: FakePoolServer(),
     "mooncake": MooncakePoolServer,
     "yuanrong": YuanrongPoolServer,
+    "memcache": MemcachePoolServer,
 }
-# memcache does not run without an accelerator's driver: see test_memcache_store.py.
 BACKENDS = [
-    "fake",
-    pytest.param("mooncake", marks=pytest.mark.distributed),
-    pytest.param("yuanrong", marks=pytest.mark.distributed),
+    name if name == "fake" else pytest.param(name, marks=pytest.mark.distributed)
+    for name in SERVERS
 ]
 
 

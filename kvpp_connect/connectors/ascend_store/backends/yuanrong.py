@@ -108,18 +108,17 @@ class YuanrongStore:
 
     def put(self, keys: Sequence[str], sources: Sequence[Buffer]) -> list[PutOutcome]:
         self._guard.check(keys, sources)
+        first = {key: index for index, key in reversed(list(enumerate(keys)))}
         with self._guard.call():
             # A put would replace an object that others may count on, and cost a copy.
-            there = self.exists(keys)
-            outcomes = [PutOutcome.PRESENT] * len(keys)
-            first = {key: index for index, key in reversed(list(enumerate(keys)))}
-            absent = [index for key, index in first.items() if not there[index]]
+            there = self.exists(list(first))
+            outcomes = dict.fromkeys(first, PutOutcome.PRESENT)
+            absent = [i for i, present in zip(first.values(), there, strict=True) if not present]
             for part in _parts([sources[index] for index in absent]):
-                indices = absent[part]
-                outcome = self._put([keys[i] for i in indices], [sources[i] for i in indices])
-                for index in indices:
-                    outcomes[index] = outcome
-        return outcomes
+                names = [keys[index] for index in absent[part]]
+                outcome = self._put(names, [sources[index] for index in absent[part]])
+                outcomes.update(dict.fromkeys(names, outcome))
+        return [outcomes[key] for key in keys]
 
     def _put(self, keys: list[str], sources: list[Buffer]) -> PutOutcome:
         """Store absent objects: all of them, or none counts as stored."""

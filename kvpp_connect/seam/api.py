@@ -24,6 +24,7 @@ from vllm.v1.request import RequestStatus
 
 from kvpp_connect.platforms.base import PLATFORMS, select_platform
 from kvpp_connect.seam.pool_guard import GuardedBlockPool
+from kvpp_connect.seam.retries import allow_second_loads
 
 if TYPE_CHECKING:
     # Types for the connectors, re-exported.
@@ -55,6 +56,7 @@ __all__ = [
     "PoolPins",
     "RequestStatus",
     "SupportsHMA",
+    "allow_second_loads",
     "create_metric_per_engine",
     "get_ip",
     "make_device",

@@ -24,6 +24,7 @@ from kvpp_connect.seam.api import (
     KVConnectorWorkerMetadata,
     PoolPins,
     SupportsHMA,
+    allow_second_loads,
     get_ip,
     make_device,
 )
@@ -91,6 +92,7 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         host = config.host or get_ip()
         if role == KVConnectorRole.SCHEDULER:
+            allow_second_loads()
             self._scheduler = self._scheduler_side(vllm_config, config, host)
         else:
             self._worker = WorkerSide(

@@ -6,7 +6,7 @@ from kvpp_connect.connectors.ascend_store.backends.settings import (
     MooncakeSettings,
     StoreSettings,
 )
-from kvpp_connect.connectors.mooncake_engine import MooncakeEngine
+from kvpp_connect.connectors.mooncake_engine import MooncakeEngine, find_engine
 from kvpp_connect.errors import ConfigError
 
 
@@ -33,3 +33,15 @@ def create_store(
     if isinstance(settings, MooncakeSettings):
         return MooncakeStore(settings, host=host, segment=segment, protocol=protocol, engine=engine)
     raise ConfigError(f"no store for {type(settings).__name__}")
+
+
+def engine_to_share(settings: StoreSettings, host: str) -> MooncakeEngine | None:
+    """The engine of this process that a store with these settings can use, if there is one.
+
+    It was started without a metadata server and with all devices.
+    """
+    if not isinstance(settings, MooncakeSettings):
+        return None
+    if settings.metadata_server != "P2PHANDSHAKE" or settings.device_name:
+        return None
+    return find_engine(settings.local_hostname or host, settings.protocol)

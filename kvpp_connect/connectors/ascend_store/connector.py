@@ -25,6 +25,7 @@ from kvpp_connect.seam.api import (
     PoolPins,
     SupportsHMA,
     allow_second_loads,
+    expect_loads,
     get_ip,
     make_device,
     transfer_protocol,
@@ -140,6 +141,8 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """
         config = parse_extra_config(transfer.kv_connector_extra_config, str(transfer.kv_role))
         _check_engine(vllm_config, config)
+        if config.loads:
+            expect_loads(vllm_config, "AscendStoreConnector")
         whole = vllm_config.kv_transfer_config
         if whole is not None and config.loads and whole.kv_load_failure_policy == "fail":
             # vLLM's default. To a pool a block that is gone is everyday life.

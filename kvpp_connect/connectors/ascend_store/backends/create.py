@@ -9,7 +9,7 @@ from kvpp_connect.connectors.ascend_store.backends.settings import (
     StoreSettings,
 )
 from kvpp_connect.connectors.ascend_store.backends.yuanrong import YuanrongStore
-from kvpp_connect.connectors.mooncake_engine import MooncakeEngine
+from kvpp_connect.connectors.mooncake_engine import MooncakeEngine, find_engine
 
 
 def create_store(
@@ -40,3 +40,15 @@ def create_store(
     if isinstance(settings, MemcacheSettings):
         return MemcacheStore(settings, segment=segment, device_index=device_index)
     return YuanrongStore(settings)
+
+
+def engine_to_share(settings: StoreSettings, host: str) -> MooncakeEngine | None:
+    """The engine of this process that a store with these settings can use, if there is one.
+
+    It was started without a metadata server and with all devices.
+    """
+    if not isinstance(settings, MooncakeSettings):
+        return None
+    if settings.metadata_server != "P2PHANDSHAKE" or settings.device_name:
+        return None
+    return find_engine(settings.local_hostname or host, settings.protocol)

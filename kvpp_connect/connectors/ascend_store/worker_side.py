@@ -61,7 +61,7 @@ class RankPlace:
     gather: Callable[[bytes], list[bytes]]
     placement: RankPlacement | None
     tokens: TokenShard
-    set_gate: Callable[[BundleGate], None]
+    set_gate: Callable[[BundleGate], None] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -126,7 +126,7 @@ class WorkerSide:
                 f"{self._config.backend} cannot. Remove it, or use backend mooncake"
             )
         self._start(stage, held, views)
-        if self._layers is not None and place.placement is not None:
+        if self._layers and place.placement and place.set_gate:
             place.set_gate(OwnedLayersGate(self._layers, place.placement))
         # One rank of each stage describes it to the scheduler side.
         self._untold_stage = stage if place.rank == 0 else None

@@ -12,6 +12,7 @@ from pool_rank import hashes, until
 
 from kvpp_connect.connectors.ascend_store.backends.settings import MooncakeSettings
 from kvpp_connect.connectors.ascend_store.config import PoolConfig
+from kvpp_connect.connectors.ascend_store.loader import Loader
 from kvpp_connect.connectors.ascend_store.orders import (
     LoadOrder,
     PoolOrders,
@@ -334,6 +335,30 @@ def test_a_result_is_told_once(make_engine):
     for side in target.sides:
         again = side.take_results()
         assert (again.received, again.invalid_block_ids) == (set(), set())
+
+
+def test_a_load_that_fails_while_results_are_taken_is_not_told_as_loaded(
+    make_engine, pool, monkeypatch
+):
+    target = make_engine(1, kvpp=False)  # nothing is in the pool
+    (side,), (store,) = target.sides, target.stores
+    store.block("get")
+    target.begin_load(LOADED)
+    assert store.waiting.wait(30)
+    is_due = Loader.is_due
+
+    def ends_behind(loader, load):
+        due = is_due(loader, load)
+        store.release()
+        assert load.ended.wait(30)
+        return due
+
+    monkeypatch.setattr(Loader, "is_due", ends_behind)
+    first, second = side.take_results(), side.take_results()
+    for results in (first, second):
+        assert bool(results.received) == bool(results.invalid_block_ids)
+    assert first.received | second.received == {"r"}
+    assert first.invalid_block_ids | second.invalid_block_ids == set(LOADED.values())
 
 
 def test_a_cancelled_load_ends_at_once_and_writes_nothing(make_engine):

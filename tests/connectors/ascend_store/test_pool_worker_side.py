@@ -293,6 +293,8 @@ def test_engines_of_any_size_store_each_byte_once(make_engine, pool, ranks):
     caches = set().union(*engine.held)
     payload = sum(page_bytes(layer.rsplit(".")[-1]) for layer in caches)
     assert sum(len(content) - 64 for content in pool.objects.values()) == 5 * payload
+    # Each object is one rank's business.
+    assert sum(store.keys["exists"] for store in engine.stores) == len(pool.objects)
     before = engine.snapshot()
     assert engine.load(LOADED) == (set(), ranks)
     engine.assert_holds(LOADED, before)
@@ -372,12 +374,13 @@ def test_a_cancelled_load_ends_at_once_and_writes_nothing(make_engine):
         assert store.waiting.wait(30)
     for side in target.sides:
         side.start_loads(PoolOrders(scope=SCOPE, cancelled=frozenset({"r", "unknown"})))
-    target.results()
+        assert side.take_results().received == {"r"}, "without waiting for the store"
     for store in target.stores:
         store.release()
-    # A second load is behind the first one.
-    target.load(LOADED, request_id="second")
-    target.assert_holds(LOADED, before)
+    # A second load, into other blocks, is behind the first one.
+    behind = {hashes(5)[0]: 0}
+    target.load(behind, request_id="second")
+    target.assert_holds(behind, before)
 
 
 def test_one_rank_of_a_stage_describes_it_and_once(make_engine):

@@ -25,6 +25,9 @@ class Scenario(StrEnum):
     POOL = "pool"
 
 
+_LIMITS_S = {Scenario.PD: 360.0, Scenario.POOL: 600.0}
+
+
 @app.command()
 def demo(
     scenario: Annotated[
@@ -42,7 +45,10 @@ def demo(
     kv_cache_bytes: Annotated[
         int, typer.Option(min=1, help="KV cache per rank, in bytes.")
     ] = 200_000_000,
-    timeout: Annotated[float, typer.Option(min=1, help="Limit for everything, in seconds.")] = 360,
+    timeout: Annotated[
+        float | None,
+        typer.Option(min=1, help="Limit for everything, in seconds. Default: 360, pool 600."),
+    ] = None,
     base_port: Annotated[
         int | None,
         typer.Option(
@@ -62,7 +68,7 @@ def demo(
     options = DemoOptions(
         layers=layers,
         kv_cache_bytes=kv_cache_bytes,
-        timeout_s=timeout,
+        timeout_s=timeout or _LIMITS_S[scenario],
         base_port=base_port,
         log_dir=log_dir,
         keep_logs=keep_logs,

@@ -1,4 +1,4 @@
-"""`kvpp demo pool`: one KV pool that several vLLM servers fill and hit, one after the other.
+"""`kvpp demo pool`: one KV pool that several vLLM servers fill and hit.
 
 Mooncake's master and a node with memory run all the time, so the pool outlives each server. Exit
 codes, progress and errors as `kvpp demo pd`.
@@ -80,10 +80,11 @@ def _measure_rows(
     ports = choose_ports(options.base_port, POOL_PORTS_NEEDED + ENGINE_PORTS_NEEDED)
     pool = PoolServers(ports=ports[:POOL_PORTS_NEEDED])
     with model_folder(spec) as model:
-        plans = planner(
+        stages = planner(
             model, ports[POOL_PORTS_NEEDED:], pool, kv_cache_bytes=options.kv_cache_bytes
         )
-        launches = [*(plan.server.launch() for plan in plans), pool.master(), pool.node()]
+        launches = [plan.server.launch() for stage in stages for plan in stage]
+        launches += [pool.master(), pool.node()]
         check_ports_free((x.name, port) for x in launches for port in (x.port, *x.other_ports))
         with Fleet(log_dir) as fleet:
             for launch in (pool.master(), pool.node()):
@@ -98,20 +99,21 @@ def _measure_rows(
                 deadline=deadline,
                 console=progress,
             )
-            for number, plan in enumerate(plans, start=1):
-                progress.print(f"[{number}/{len(plans)}] {plan.title}", markup=False)
-                try:
-                    row = runner.measure(plan)
-                finally:
-                    fleet.check()  # a pool that died explains all the rest
-                progress.print(_summary(row), markup=False, soft_wrap=True)
-                yield row
+            try:
+                for stage in stages:
+                    for row in runner.measure(stage):
+                        fleet.check()
+                        progress.print(_summary(row), markup=False, soft_wrap=True)
+                        yield row
+            except KvppError:
+                fleet.check()  # a pool that died explains it
+                raise
 
 
 def _summary(row: PoolRowMeasurement) -> str:
     return (
-        f"  {len(row.tokens)} answers in {row.requests_s:.1f} s; {row.hit_tokens:,} of "
-        f"{row.prompt_tokens:,} prompt tokens from the pool"
+        f"  {row.name}: {len(row.tokens)} answers in {row.requests_s:.1f} s; {row.hit_tokens:,} "
+        f"of {row.prompt_tokens:,} prompt tokens from the pool"
     )
 
 

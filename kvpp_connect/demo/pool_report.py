@@ -161,14 +161,15 @@ def to_json(report: PoolReport) -> str:
 def to_table(report: PoolReport) -> Table:
     """The report as a rich table."""
     table = Table(title="One KV pool, several vLLM servers", title_justify="left")
-    table.add_column("setup, one after the other")
-    table.add_column("tokens")
+    table.add_column("server", no_wrap=True)
+    table.add_column("tokens", no_wrap=True)
     for heading in (
-        "from the pool (by hand)",
+        "pool hit (by hand)",
         "prefill computed",
         "first token",
-        "in the pool",
-        "bytes per KV byte",
+        "objects",
+        "MB in pool",
+        "per KV byte",
     ):
         table.add_column(heading, justify="right")
     for row in report.rows:
@@ -181,13 +182,8 @@ def to_table(report: PoolReport) -> Table:
             "-" if row.objects is None else hit,
             f"{row.computed_tokens:,} of {row.prompt_tokens:,}",
             f"{row.first_token_s * 1e3:,.0f} ms",
-            _contents(row),
+            "-" if row.objects is None else f"{row.objects:,}",
+            "-" if row.stored_bytes is None else f"{row.stored_bytes / 1e6:.1f}",
             "-" if row.bytes_per_kv_byte is None else f"{row.bytes_per_kv_byte:.4f}",
         )
     return table
-
-
-def _contents(row: PoolRowReport) -> str:
-    if row.objects is None or row.stored_bytes is None:
-        return "-"
-    return f"{row.objects:,} objects, {row.stored_bytes / 1e6:.1f} MB"

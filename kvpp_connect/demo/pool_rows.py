@@ -30,27 +30,31 @@ class PoolRowPlan:
     shards: int = 0
 
 
+Stages = tuple[tuple[PoolRowPlan, ...], ...]
+"""Servers of one stage run at the same time, and answer one after the other."""
+
+
 class PoolRowPlanner(Protocol):
     """Makes the rows; the first is the one that the others are compared with."""
 
     def __call__(
         self, model: Path, ports: Sequence[int], pool: PoolServers, *, kv_cache_bytes: int
-    ) -> tuple[PoolRowPlan, ...]:
+    ) -> Stages:
         """See plan_pool_rows()."""
         ...
 
 
 def plan_pool_rows(
     model: Path, ports: Sequence[int], pool: PoolServers, *, kv_cache_bytes: int
-) -> tuple[PoolRowPlan, ...]:
-    """The five rows, to be run one after the other.
+) -> Stages:
+    """The five rows: what fills the pool is gone when others hit it.
 
     Args:
         model: checkpoint directory.
         ports: ENGINE_PORTS_NEEDED of them, all different.
         kv_cache_bytes: per rank of every server.
     """
-    plain, fill, hit, off, single = ports
+    plain, fill, single, hit, off = ports
 
     def server(name: str, port: int, ranks: int, *, kvpp: bool, pooled: bool = True) -> VllmServer:
         return VllmServer(
@@ -63,7 +67,7 @@ def plan_pool_rows(
             kv_transfer_config=pool.kv_transfer_config() if pooled else None,
         )
 
-    return (
+    first = (
         PoolRowPlan(
             name="plain",
             title="plain vLLM, TP=2",
@@ -71,22 +75,8 @@ def plan_pool_rows(
         ),
         PoolRowPlan(
             name="fill",
-            title="1st instance: KVPP, TP=2",
+            title="KVPP, TP=2: fills the pool",
             server=server("fill", fill, _RANKS, kvpp=True),
-            cut="tp2",
-            shards=_RANKS,
-        ),
-        PoolRowPlan(
-            name="hit",
-            title="2nd, fresh: KVPP, TP=2",
-            server=server("hit", hit, _RANKS, kvpp=True),
-            cut="tp2",
-            shards=_RANKS,
-        ),
-        PoolRowPlan(
-            name="off",
-            title="KVPP off, TP=2: same cut",
-            server=server("off", off, _RANKS, kvpp=False),
             cut="tp2",
             shards=_RANKS,
         ),
@@ -98,6 +88,23 @@ def plan_pool_rows(
             shards=1,
         ),
     )
+    second = (
+        PoolRowPlan(
+            name="hit",
+            title="KVPP, TP=2, a fresh instance",
+            server=server("hit", hit, _RANKS, kvpp=True),
+            cut="tp2",
+            shards=_RANKS,
+        ),
+        PoolRowPlan(
+            name="off",
+            title="KVPP off, TP=2: the same cut",
+            server=server("off", off, _RANKS, kvpp=False),
+            cut="tp2",
+            shards=_RANKS,
+        ),
+    )
+    return first, second
 
 
 @dataclass(slots=True)

@@ -1,7 +1,7 @@
-"""Running one row of `kvpp demo pool`: start its server, send the requests, look into the pool."""
+"""Running the rows of `kvpp demo pool`: start servers, send the requests, look into the pool."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,25 +49,31 @@ class PoolRunner:
     expected: ExpectedPool = field(default_factory=ExpectedPool)
     shards: dict[str, int] = field(default_factory=dict)
 
-    def measure(self, plan: PoolRowPlan) -> PoolRowMeasurement:
-        """Run one row and stop its server.
+    def measure(self, stage: Sequence[PoolRowPlan]) -> Iterator[PoolRowMeasurement]:
+        """Start the servers of a stage together, measure one after the other, stop them.
 
         Raises:
-            KvppError: the server failed, a request failed, or the time is up.
+            KvppError: a server failed, a request failed, or the time is up.
         """
-        if plan.cut:
-            self.shards[plan.cut] = plan.shards
         with Fleet(self.log_dir) as fleet:
             with show_progress(self.console) as progress:
-                [server] = fleet.start(
-                    [plan.server.launch()],
+                servers = fleet.start(
+                    [plan.server.launch() for plan in stage],
                     timeout_s=self.deadline.remaining_s(),
                     progress=progress,
                 )
-            begin = time.monotonic()
-            answers, hit = self._send_all(plan, server, fleet)
-            requests_s = time.monotonic() - begin
-            counters = _counters(server)
+            for plan, server in zip(stage, servers, strict=True):
+                yield self._measure(plan, server, fleet)
+
+    def _measure(
+        self, plan: PoolRowPlan, server: RunningServer, fleet: Fleet
+    ) -> PoolRowMeasurement:
+        if plan.cut:
+            self.shards[plan.cut] = plan.shards
+        begin = time.monotonic()
+        answers, hit = self._send_all(plan, server, fleet)
+        requests_s = time.monotonic() - begin
+        counters = _counters(server)
         return PoolRowMeasurement(
             name=plan.name,
             title=plan.title,

@@ -9,9 +9,10 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvpp_connect.demo.pd import DemoOptions, run_demo
+from kvpp_connect.demo.pd import run_demo
 from kvpp_connect.demo.process import Launch
 from kvpp_connect.demo.rows import RowPlan
+from kvpp_connect.demo.scenario import DemoOptions
 
 FAKE_SERVER = Path(__file__).with_name("fake_server.py")
 DEFAULTS = {
@@ -67,7 +68,7 @@ def planner_of(changes):
     return planner
 
 
-def main():
+def read_arguments():
     options = json.loads(sys.argv[1])
     if options.get("log_dir"):
         options["log_dir"] = Path(options["log_dir"])
@@ -76,7 +77,12 @@ def main():
         name, _, pair = word.partition(":")
         key, _, value = pair.partition("=")
         changes.setdefault(name, {})[key] = value
-    return run_demo(DemoOptions(**options), planner_of(changes))
+    return DemoOptions(**options), changes
+
+
+def main():
+    options, changes = read_arguments()
+    return run_demo(options, planner_of(changes))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ shm=FILE                   makes shared memory, writes its name to the file, nev
 kv_tokens=N                what the log says about the KV cache
 salt=TEXT                  changes the answers
 pull=0 | 1                 serves pull counters that count each prompt token
+computes=1                 serves vLLM's counter of prompt tokens that were computed: all
 die_after=N                ends with exit code 3 after N completions
 after=FILE                 does not crash before this file exists
 log=TEXT                   one more line in the log
@@ -81,6 +82,9 @@ class Handler(BaseHTTPRequestHandler):
                 f'vllm:kvpp_pull_bytes_total{{engine="0",rank="0"}} {tokens * BYTES_PER_TOKEN}\n'
                 f'vllm:kvpp_pull_tokens_total{{engine="0",rank="0"}} {float(tokens)}\n'
             )
+        if self.path == "/metrics" and self.options.get("computes"):
+            name = "vllm:request_prefill_kv_computed_tokens_sum"
+            text = f'{name}{{engine="0"}} {float(Handler.prompt_tokens)}\n'
         self._answer(text.encode())
 
     def do_POST(self):

@@ -39,7 +39,7 @@ def test_demo_pool_runs_the_pool(monkeypatch, demo_calls):
     calls = []
     monkeypatch.setattr(pool, "run_pool_demo", lambda options: calls.append(options) or 3)
     assert CliRunner().invoke(cli.app, ["demo", "pool", "--layers", "4"]).exit_code == 3
-    assert calls == [pd.DemoOptions(layers=4)]
+    assert calls == [pd.DemoOptions(layers=4, timeout_s=600)]
     assert demo_calls == []
 
 

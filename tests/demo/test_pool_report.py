@@ -105,4 +105,4 @@ def test_the_table_shows_verdict_hits_and_contents():
     assert "DIFFERENT (2 of 3)" in text
     assert "240 (240)" in text
     assert "60 of 300" in text
-    assert "20 objects" in text
+    assert "1.1280" in text

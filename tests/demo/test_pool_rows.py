@@ -46,16 +46,18 @@ def test_a_block_that_is_computed_twice_is_there_once():
     assert pool.count("tp2") == 4
 
 
-def test_the_rows_are_plain_then_one_cut_three_times_then_another():
-    rows = plan_pool_rows(Path("/model"), (5, 6, 7, 8, 9), POOL, kv_cache_bytes=1000)
-    assert [row.name for row in rows] == ["plain", "fill", "hit", "off", "tp1"]
-    assert [row.cut for row in rows] == ["", "tp2", "tp2", "tp2", "tp1"]
-    assert [row.shards for row in rows] == [0, 2, 2, 2, 1]
+def test_what_fills_the_pool_is_gone_before_others_hit_it():
+    first, second = plan_pool_rows(Path("/model"), (5, 6, 7, 8, 9), POOL, kv_cache_bytes=1000)
+    assert [row.name for row in first] == ["plain", "fill", "tp1"]
+    assert [row.name for row in second] == ["hit", "off"]
+    rows = (*first, *second)
+    assert [row.cut for row in rows] == ["", "tp2", "tp1", "tp2", "tp2"]
+    assert [row.shards for row in rows] == [0, 2, 1, 2, 2]
     words = [row.server.launch().argv for row in rows]
     assert ["--kv-transfer-config" in argv for argv in words] == [False, True, True, True, True]
-    assert ["--additional-config" in argv for argv in words] == [False, True, True, False, False]
+    assert ["--additional-config" in argv for argv in words] == [False, True, False, True, False]
     ranks = [argv[argv.index("--tensor-parallel-size") + 1] for argv in words]
-    assert ranks == ["2", "2", "2", "2", "1"]
+    assert ranks == ["2", "2", "1", "2", "2"]
 
 
 def test_engines_lend_no_memory_so_that_the_pool_outlives_them():

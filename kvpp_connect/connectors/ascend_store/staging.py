@@ -18,6 +18,8 @@ from kvpp_connect.connectors.ascend_store.backends.base import Buffer
 from kvpp_connect.errors import ConfigError
 
 _ALIGNMENT = 64
+_BATCH_BYTES = 8 << 20  # processors keep so much in their cache from copy to seal to store
+_LEAST_SLOTS = 2
 
 
 @dataclass(slots=True, eq=False)
@@ -92,6 +94,15 @@ class Staging:
         with self._condition:
             self._free.append(slot)
             self._condition.notify()
+
+
+def count_slots(memory_bytes: int, object_sizes: Sequence[int]) -> int:
+    """Into how many slots to cut memory, for objects of these sizes in bytes.
+
+    More slots than threads: one that may still be written does not hold the others up.
+    """
+    largest = max(map(_stride, object_sizes), default=1)
+    return max(_LEAST_SLOTS, memory_bytes // max(_BATCH_BYTES, largest))
 
 
 def allocate(size: int, *, pinned: bool) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Worker side: one rank's loads and puts, and what it tells the scheduler side of them."""
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -30,7 +31,7 @@ from kvpp_connect.connectors.ascend_store.shards import (
     StageShards,
     plan_stage,
 )
-from kvpp_connect.connectors.ascend_store.staging import Staging, allocate
+from kvpp_connect.connectors.ascend_store.staging import Staging, allocate, count_slots
 from kvpp_connect.connectors.caches import BlockShape, describe_caches
 from kvpp_connect.errors import ConfigError
 from kvpp_connect.layout import ComponentAddress, RankPlacement, TokenShard
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from kvpp_connect.platforms.device import Device
 
 logger = get_logger(__name__)
-_SLOTS = 2
+_THREADS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,29 +159,30 @@ class WorkerSide:
                 for s in shards
             ]
 
+        loads, puts = caches_of(stage.held_by(held)), caches_of(stage.written_by(held.rank))
+        threads = _thread_count()
         self._tools = LoadTools(
             store=self._store,
             copier=copier,
-            staging=Staging(memory[:size], _SLOTS),
+            staging=_staging(memory[:size], loads),
             health=health,
             counters=self._counters,
             timeout_s=self._config.load_timeout_s,
             verify=self._config.verify,
         )
-        holds = caches_of(stage.held_by(held))
         if self._config.load_mode == "layerwise":
-            self._layers = LayerLoader(self._tools, holds, _SLOTS)
+            self._layers = LayerLoader(self._tools, loads, threads)
         else:
-            self._loader = Loader(self._tools, holds, _SLOTS)
+            self._loader = Loader(self._tools, loads, threads)
         self._putter = Putter(
             store=self._store,
-            shards=caches_of(stage.written_by(held.rank)),
+            shards=puts,
             copier=copier,
-            staging=Staging(memory[size:], _SLOTS),
+            staging=_staging(memory[size:], puts),
             health=health,
             counters=self._counters,
             timeout_s=self._config.load_timeout_s,
-            threads=_SLOTS,
+            threads=threads,
         )
 
     def _copier(self, views: Mapping[str, torch.Tensor]) -> BlockCopier:
@@ -263,6 +265,19 @@ class WorkerSide:
 
     def _note_invalid(self, load: Load) -> None:
         self._invalid.update(load.order.blocks.block_ids[load.first_bad :])
+
+
+def _staging(memory: torch.Tensor, shards: list[ShardCaches]) -> Staging:
+    return Staging(memory, count_slots(memory.numel(), [s.object_bytes for s in shards]))
+
+
+def _thread_count() -> int:
+    """Threads for puts, and as many for loads.
+
+    While one is in a call of the store another one copies and seals. With a core or two it would
+    only take time from the transfer itself, and from Mooncake's call, which polls.
+    """
+    return _THREADS if len(os.sched_getaffinity(0)) > _THREADS else 1
 
 
 def _held(place: RankPlace, addresses: tuple[ComponentAddress, ...]) -> HeldCaches:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvpp_connect import __version__
-from kvpp_connect.cli import audit, bench, capacity, doctor, plan
+from kvpp_connect.cli import audit, bench, capacity, config, doctor, plan
 from kvpp_connect.errors import KvppError
 
 app = typer.Typer(
@@ -66,6 +66,7 @@ def demo(
 app.command()(audit.audit)
 app.command()(plan.plan)
 app.command()(capacity.capacity)
+app.command()(config.config)
 app.command()(doctor.doctor)
 app.add_typer(bench.app, name="bench")
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvpp_connect.cli import bench_pd
+from kvpp_connect.cli import bench_pd, bench_pool
 from kvpp_connect.cli.output import AsJson, make_console, make_table, print_json
 from kvpp_connect.errors import ConfigError
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 app.command()(bench_pd.pd)
+app.command()(bench_pool.pool)
 
 
 @app.command()

@@ -22,12 +22,17 @@ class Scenario(StrEnum):
     """What `kvpp demo` can show."""
 
     PD = "pd"
+    POOL = "pool"
 
 
 @app.command()
 def demo(
     scenario: Annotated[
-        Scenario, typer.Argument(help="pd: prefill/decode disaggregation with KVPP on P.")
+        Scenario,
+        typer.Argument(
+            help="pd: prefill/decode disaggregation with KVPP on P. pool: several servers, with "
+            "and without KVPP, on one KV pool."
+        ),
     ] = Scenario.PD,
     *,
     as_json: Annotated[
@@ -40,7 +45,9 @@ def demo(
     timeout: Annotated[float, typer.Option(min=1, help="Limit for everything, in seconds.")] = 360,
     base_port: Annotated[
         int | None,
-        typer.Option(min=1, max=65528, help="First of seven ports. Default: free ports."),
+        typer.Option(
+            min=1, max=65527, help="First of seven ports (pd), or nine (pool). Default: free ports."
+        ),
     ] = None,
     log_dir: Annotated[
         Path | None, typer.Option(help="Where logs go, and stay. Default: temporary.")
@@ -48,9 +55,10 @@ def demo(
     keep_logs: Annotated[bool, typer.Option(help="Keep the logs of a good run, too.")] = False,
 ) -> None:
     """Run real vLLM servers with KVPP and compare their tokens with plain vLLM."""
-    from kvpp_connect.demo.pd import DemoOptions, run_demo
+    from kvpp_connect.demo.pd import run_demo
+    from kvpp_connect.demo.pool import run_pool_demo
+    from kvpp_connect.demo.scenario import DemoOptions
 
-    del scenario  # there is one so far
     options = DemoOptions(
         layers=layers,
         kv_cache_bytes=kv_cache_bytes,
@@ -60,7 +68,8 @@ def demo(
         keep_logs=keep_logs,
         as_json=as_json,
     )
-    raise typer.Exit(run_demo(options))
+    run = {Scenario.PD: run_demo, Scenario.POOL: run_pool_demo}[scenario]
+    raise typer.Exit(run(options))
 
 
 app.command()(audit.audit)

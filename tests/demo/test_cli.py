@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from kvpp_connect import __version__
 from kvpp_connect.cli import main as cli
-from kvpp_connect.demo import pd
+from kvpp_connect.demo import pd, pool
 from kvpp_connect.errors import ConfigError
 
 
@@ -33,6 +33,14 @@ def test_demo_runs_pd_with_the_defaults(demo_calls):
     for arguments in (["demo"], ["demo", "pd"]):
         assert CliRunner().invoke(cli.app, arguments).exit_code == 0
     assert demo_calls == [pd.DemoOptions()] * 2
+
+
+def test_demo_pool_runs_the_pool(monkeypatch, demo_calls):
+    calls = []
+    monkeypatch.setattr(pool, "run_pool_demo", lambda options: calls.append(options) or 3)
+    assert CliRunner().invoke(cli.app, ["demo", "pool", "--layers", "4"]).exit_code == 3
+    assert calls == [pd.DemoOptions(layers=4)]
+    assert demo_calls == []
 
 
 def test_every_option_of_the_demo_reaches_it(demo_calls, tmp_path):
@@ -62,9 +70,10 @@ def test_the_exit_code_of_the_demo_is_that_of_the_command(monkeypatch, code):
 
 
 def test_an_unknown_scenario_is_refused_with_the_choices(demo_calls):
-    result = CliRunner().invoke(cli.app, ["demo", "pool"])
+    result = CliRunner().invoke(cli.app, ["demo", "tiers"])
     assert result.exit_code == 2
     assert "'pd'" in result.output
+    assert "'pool'" in result.output
     assert demo_calls == []
 
 

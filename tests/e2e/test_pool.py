@@ -42,19 +42,19 @@ def models(tmp_path_factory, model):
     }
 
 
-def hit_tokens(prompts):
+def hit_tokens(prompts, block=BLOCK):
     """Tokens that the prompts, one after the other, find in a pool that holds all of them.
 
     The last token is always computed. The common prefix is in the prefix cache after the first.
     """
-    blocks = sum((len(prompt) - 1) // BLOCK for prompt in prompts)
-    return BLOCK * (blocks - PREFIX // BLOCK * (len(prompts) - 1))
+    blocks = sum((len(prompt) - 1) // block for prompt in prompts)
+    return block * (blocks - PREFIX // block * (len(prompts) - 1))
 
 
-def stored_blocks(prompts):
+def stored_blocks(prompts, block=BLOCK):
     """Blocks that the same prompts fill: the last token of an answer is never computed."""
-    blocks = sum((len(prompt) + MAX_TOKENS - 1) // BLOCK for prompt in prompts)
-    return blocks - PREFIX // BLOCK * (len(prompts) - 1)
+    blocks = sum((len(prompt) + MAX_TOKENS - 1) // block for prompt in prompts)
+    return blocks - PREFIX // block * (len(prompts) - 1)
 
 
 def hits_and_failures(client):
@@ -95,6 +95,21 @@ def test_a_fresh_engine_hits_what_another_one_stored(
         wait_for(lambda: is_idle(client))
 
 
+def test_the_tokens_behind_the_last_full_block_are_pooled_on_request(
+    describe, run_servers, master, prompts, plain_tokens
+):
+    kv = pool(master, discard_partial_chunks=False, namespace="partial")
+    for round_number in range(2):
+        with run_servers(describe(f"partial{round_number}", 2, kvpp=COMPACT, kv=kv)) as clients:
+            [client] = clients.values()
+            assert continue_all(client, prompts, concurrency=1) == plain_tokens
+            hits, failures = hits_and_failures(client)
+            # All but each prompt's last token.
+            own = sum(len(p) - 1 for p in prompts) - PREFIX // BLOCK * BLOCK * (len(prompts) - 1)
+            assert (hits, failures) == (own * round_number, 0)
+            wait_for(lambda client=client: is_idle(client))
+
+
 def test_an_engine_of_another_size_hits_nothing_of_it(
     describe, run_servers, filled, prompts, plain_tokens
 ):
@@ -126,6 +141,8 @@ class Family:
     fill: dict
     hit: dict
     common: dict
+    objects: int  # of a block
+    block: int = BLOCK
 
 
 FAMILIES = {
@@ -134,18 +151,22 @@ FAMILIES = {
         fill={"kvpp": COMPACT, "args": MTP},
         hit={"kvpp": COMPACT, "args": MTP},
         common={},
+        objects=3,  # two owners and the drafts, once
     ),
     "sparse": Family(
         model="sparse",
         fill={"kvpp": COMPACT},
         hit={"kvpp": FULL},
         common={"args": ("--tokenizer-mode", "hf"), "switches": ("sparse",)},
+        objects=2,
+        block=64,
     ),
     "stages": Family(
         model="dense",
         fill={"kvpp": COMPACT, "args": ("--pipeline-parallel-size", "2"), "compiled": True},
         hit={"args": ("--pipeline-parallel-size", "2"), "compiled": True},
         common={},
+        objects=4,  # two stages of two
     ),
 }
 
@@ -173,16 +194,16 @@ def test_models_of_every_kind_are_stored_once_and_hit(
             client, "pool_stored_blocks", "pool_put_objects", FAILURES
         )
         assert failures == 0
-        assert stored >= stored_blocks(prompts) - len(prompts)
-        # Two owners; two stages of two; two owners and the drafts, once.
-        assert objects == stored * {"sparse": 2, "stages": 4, "drafts": 3}[family]
+        assert stored == stored_blocks(prompts, chosen.block)
+        assert objects == stored * chosen.objects
     with run_servers(server("hit", {**chosen.hit, "kv": pool(master)})) as clients:
         client = clients[f"{family}-hit"]
         assert continue_all(client, prompts, concurrency=1) == expected
         hits, failures = hits_and_failures(client)
         assert failures == 0
         # With drafts vLLM computes the last block of its own hits once more.
-        assert hits >= hit_tokens(prompts[:1])
+        again = BLOCK * (len(prompts) - 1) if family == "drafts" else 0
+        assert hits == hit_tokens(prompts, chosen.block) + again
 
 
 def test_a_pool_that_is_too_small_evicts_and_never_answers_wrong(

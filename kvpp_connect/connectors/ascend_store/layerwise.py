@@ -236,7 +236,7 @@ class LayerLoader:
             seconds = self._clock() - begin
             tools.health.worked()
             lease.is_clean = GetOutcome.FAILED not in outcomes
-            good = tools.count_good(outcomes, hashes)
+            good = tools.count_good(outcomes, keys, hashes)
             with load.lock:
                 if good and not load.is_closed:
                     ids = load.order.blocks.block_ids[batch.start : batch.start + good]

@@ -36,12 +36,6 @@ GIVEN_UP_READ_S = 30.0
 """Seconds for which a store may write the target of a read that it reported as failed. Mooncake
 over TCP goes on for up to 20 (connectors/mooncake_engine.py)."""
 
-_CAUSES = {
-    GetOutcome.MISSING: PoolFailure.MISSING,
-    GetOutcome.SHORT: PoolFailure.DAMAGED,
-    GetOutcome.FAILED: PoolFailure.READ,
-}
-
 
 class _LoadBatch(Protocol):
     @property
@@ -146,14 +140,18 @@ class LoadTools:
             if cause is PoolFailure.LATE:
                 self.health.failed(f"a load took longer than {self.timeout_s:g} s")
 
-    def count_good(self, outcomes: Sequence[GetOutcome], hashes: Sequence[bytes]) -> int:
+    def count_good(
+        self, outcomes: Sequence[GetOutcome], keys: Sequence[str], hashes: Sequence[bytes]
+    ) -> int:
         """Number of first objects that were read; what became of the others is counted."""
-        for outcome, block in zip(outcomes, hashes, strict=True):
-            if outcome is GetOutcome.READ:
-                continue
-            self.counters.failed(_CAUSES[outcome])
-            if outcome is not GetOutcome.FAILED:
+        for outcome, key, block in zip(outcomes, keys, hashes, strict=True):
+            if outcome is GetOutcome.SHORT:
+                self.drop_damaged(key, block)
+            elif outcome is GetOutcome.MISSING:
+                self.counters.failed(PoolFailure.MISSING)
                 self._note_lost(block)
+            elif outcome is GetOutcome.FAILED:
+                self.counters.failed(PoolFailure.READ)
         return next(
             (i for i, outcome in enumerate(outcomes) if outcome is not GetOutcome.READ),
             len(outcomes),
@@ -243,7 +241,7 @@ class Loader:
             seconds = tools.clock() - begin
             tools.health.worked()
             lease.is_clean = GetOutcome.FAILED not in outcomes
-            good = tools.count_good(outcomes, hashes)
+            good = tools.count_good(outcomes, keys, hashes)
             if tools.verify:
                 good = self._count_intact(rows[:good], keys, hashes)
             with load.lock:

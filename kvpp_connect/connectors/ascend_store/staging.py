@@ -20,7 +20,7 @@ from kvpp_connect.errors import ConfigError
 _ALIGNMENT = 64
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Slot:
     """A part of staging; ``memory`` is one-dimensional bytes on the host."""
 

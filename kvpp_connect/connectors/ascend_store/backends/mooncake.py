@@ -160,6 +160,11 @@ class MooncakeStore:
     def supports_ranges(self) -> bool:
         return True
 
+    @property
+    def native(self) -> Any:  # noqa: ANN401 - a class without types
+        """Mooncake's own client, for benchmarks."""
+        return self._store
+
     def register(self, memory: Buffer) -> None:
         with self._guard.call():
             code = self._store.register_buffer(memory.address, memory.size)

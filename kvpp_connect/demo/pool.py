@@ -1,0 +1,127 @@
+"""`kvpp demo pool`: one KV pool that several vLLM servers fill and hit, one after the other.
+
+Mooncake's master and a node with memory run all the time, so the pool outlives each server. Exit
+codes, progress and errors as `kvpp demo pd`.
+"""
+
+import contextlib
+import sys
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+from rich.console import Console
+
+from kvpp_connect.demo.fleet import Fleet
+from kvpp_connect.demo.model import ModelSpec
+from kvpp_connect.demo.pool_report import (
+    PoolReport,
+    PoolRowMeasurement,
+    judge,
+    to_json,
+    to_table,
+)
+from kvpp_connect.demo.pool_rows import ENGINE_PORTS_NEEDED, PoolRowPlanner, plan_pool_rows
+from kvpp_connect.demo.pool_runner import PoolRunner
+from kvpp_connect.demo.pool_servers import POOL_PORTS_NEEDED, PoolServers
+from kvpp_connect.demo.ports import check_ports_free
+from kvpp_connect.demo.progress import show_progress
+from kvpp_connect.demo.runner import Deadline
+from kvpp_connect.demo.scenario import (
+    DemoOptions,
+    choose_ports,
+    model_folder,
+    print_problems,
+    result_console,
+    run_scenario,
+)
+from kvpp_connect.demo.workload import make_waves
+from kvpp_connect.errors import KvppError
+
+_POOL_START_S = 60.0
+
+
+def run_pool_demo(options: DemoOptions, planner: PoolRowPlanner = plan_pool_rows) -> int:
+    """Run the demo; returns the exit code."""
+    return run_scenario(
+        options, lambda log_dir, progress: _run_and_print(options, planner, log_dir, progress)
+    )
+
+
+def _run_and_print(
+    options: DemoOptions, planner: PoolRowPlanner, log_dir: Path, progress: Console
+) -> bool:
+    measured: list[PoolRowMeasurement] = []
+    begin = time.monotonic()
+    error: KvppError | None = None
+    try:
+        # Closed on every way out: the pool's servers run in it.
+        with contextlib.closing(_measure_rows(options, planner, log_dir, progress)) as rows:
+            for row in rows:
+                measured.append(row)  # noqa: PERF402 - an error keeps the rows before it
+    except KvppError as caught:
+        error = caught
+    report = PoolReport(
+        rows=tuple(judge(row, measured[0]) for row in measured),
+        total_s=round(time.monotonic() - begin, 1),
+        error=str(error) if error else None,
+    )
+    _print_report(report, as_json=options.as_json)
+    print_problems(report.failures, error, progress)
+    return report.ok
+
+
+def _measure_rows(
+    options: DemoOptions, planner: PoolRowPlanner, log_dir: Path, progress: Console
+) -> Generator[PoolRowMeasurement]:
+    """One row after the other, so that an error leaves those before it."""
+    spec = ModelSpec(layers=options.layers)
+    deadline = Deadline(options.timeout_s)
+    ports = choose_ports(options.base_port, POOL_PORTS_NEEDED + ENGINE_PORTS_NEEDED)
+    pool = PoolServers(ports=ports[:POOL_PORTS_NEEDED])
+    with model_folder(spec) as model:
+        plans = planner(
+            model, ports[POOL_PORTS_NEEDED:], pool, kv_cache_bytes=options.kv_cache_bytes
+        )
+        launches = [*(plan.server.launch() for plan in plans), pool.master(), pool.node()]
+        check_ports_free((x.name, port) for x in launches for port in (x.port, *x.other_ports))
+        with Fleet(log_dir) as fleet:
+            for launch in (pool.master(), pool.node()):
+                with show_progress(progress) as show:
+                    limit_s = min(_POOL_START_S, deadline.remaining_s())
+                    fleet.start([launch], timeout_s=limit_s, progress=show)
+            runner = PoolRunner(
+                spec=spec,
+                waves=make_waves(),
+                pool=pool,
+                log_dir=log_dir,
+                deadline=deadline,
+                console=progress,
+            )
+            for number, plan in enumerate(plans, start=1):
+                progress.print(f"[{number}/{len(plans)}] {plan.title}", markup=False)
+                try:
+                    row = runner.measure(plan)
+                finally:
+                    fleet.check()  # a pool that died explains all the rest
+                progress.print(_summary(row), markup=False, soft_wrap=True)
+                yield row
+
+
+def _summary(row: PoolRowMeasurement) -> str:
+    return (
+        f"  {len(row.tokens)} answers in {row.requests_s:.1f} s; {row.hit_tokens:,} of "
+        f"{row.prompt_tokens:,} prompt tokens from the pool"
+    )
+
+
+def _print_report(report: PoolReport, *, as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(to_json(report) + "\n")
+        sys.stdout.flush()
+        return
+    if report.rows:
+        console = result_console()
+        console.print(to_table(report))
+        if report.ok:
+            console.print(f"all rows identical, all checks hold ({report.total_s:.0f} s)")

@@ -23,6 +23,7 @@ class Scenario(StrEnum):
 
     PD = "pd"
     POOL = "pool"
+    MULTI = "multi"
 
 
 @app.command()
@@ -31,7 +32,7 @@ def demo(
         Scenario,
         typer.Argument(
             help="pd: prefill/decode disaggregation with KVPP on P. pool: several servers, with "
-            "and without KVPP, on one KV pool."
+            "and without KVPP, on one KV pool. multi: both together, and a node is killed."
         ),
     ] = Scenario.PD,
     *,
@@ -46,7 +47,9 @@ def demo(
     base_port: Annotated[
         int | None,
         typer.Option(
-            min=1, max=65527, help="First of seven ports (pd), or nine (pool). Default: free ports."
+            min=1,
+            max=65526,
+            help="First of seven ports (pd), nine (pool) or ten (multi). Default: free ports.",
         ),
     ] = None,
     log_dir: Annotated[
@@ -55,6 +58,7 @@ def demo(
     keep_logs: Annotated[bool, typer.Option(help="Keep the logs of a good run, too.")] = False,
 ) -> None:
     """Run real vLLM servers with KVPP and compare their tokens with plain vLLM."""
+    from kvpp_connect.demo.multi import run_multi_demo
     from kvpp_connect.demo.pd import run_demo
     from kvpp_connect.demo.pool import run_pool_demo
     from kvpp_connect.demo.scenario import DemoOptions
@@ -68,7 +72,11 @@ def demo(
         keep_logs=keep_logs,
         as_json=as_json,
     )
-    run = {Scenario.PD: run_demo, Scenario.POOL: run_pool_demo}[scenario]
+    run = {
+        Scenario.PD: run_demo,
+        Scenario.POOL: run_pool_demo,
+        Scenario.MULTI: run_multi_demo,
+    }[scenario]
     raise typer.Exit(run(options))
 
 

@@ -1,8 +1,13 @@
 """What the e2e tests do with servers."""
 
+import os
+import signal
 import time
+from contextlib import suppress
+from pathlib import Path
 
 from kvpp_connect.demo.client import CompletionClient
+from kvpp_connect.demo.guard import group_members
 from kvpp_connect.demo.local_http import post_json
 
 MAX_TOKENS = 12
@@ -85,3 +90,41 @@ def pool(master, role="kv_both", **extra):
             **extra,
         },
     }
+
+
+def multi(*children, role="kv_both"):
+    """The transfer configuration of a node with several connectors."""
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": role,
+        "kv_connector_extra_config": {
+            "connectors": [
+                {key: child[key] for key in child if key != "kv_load_failure_policy"}
+                for child in children
+            ]
+        },
+    }
+
+
+def is_idle(client):
+    """Whether nobody holds blocks: no request, no lease, and no put that copies them."""
+    usage = "vllm:kv_cache_usage_perc"
+    return client.counters([usage]) == {usage: 0.0}
+
+
+def members_of_server(client):
+    """Ids of all processes of a server, lowest first."""
+    port = client.url.rsplit(":", 1)[1].encode()
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError, ValueError):
+            argv = (entry / "cmdline").read_bytes().split(b"\0")
+            if b"--port" in argv and argv[argv.index(b"--port") + 1] == port:
+                return group_members(os.getpgid(int(entry.name)))
+    raise AssertionError(f"no server at {client.url}")
+
+
+def kill_server(client):
+    """SIGKILL for all of a server's processes, as if its machine had gone."""
+    for pid in members_of_server(client):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)

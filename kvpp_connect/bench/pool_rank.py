@@ -94,7 +94,14 @@ class PoolRank:
         gather: Callable[[bytes], list[bytes]] = lambda value: [value],
     ) -> None:
         """Take the caches that this rank holds. Collective, if ``gather`` is."""
-        place = RankPlace(stage=0, rank=rank, gather=gather, placement=None, tokens=TokenShard())
+        place = RankPlace(
+            stage=0,
+            rank=rank,
+            gather=gather,
+            placement=None,
+            tokens=TokenShard(),
+            set_gate=lambda _: None,  # nothing is broadcast
+        )
         self._side.register(caches, place)
 
     def put(self, blocks: BlockList) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvpp_connect.cli.output import AsJson, make_console, print_json
+from kvpp_connect.cli.transfers import check_connectors, connectors_of, extra_of
 from kvpp_connect.errors import ConfigError, KvppError
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def doctor(
     findings += found
     keys = [*_configuration(transfer, additional)]
     findings += keys
-    connectors = [] if _has_failure(keys) else _connectors(transfer)
+    connectors = [] if _has_failure(keys) else connectors_of(transfer)
     if _is_installed(findings):
         findings += probes.touchpoints()
         if path is not None and not _has_failure(keys):
@@ -92,33 +93,11 @@ def _has_failure(findings: "Iterable[Finding]") -> bool:
     return any(finding.state == "fail" for finding in findings)
 
 
-def _connectors(transfer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The connector's configuration, or those inside a MultiConnector.
-
-    Raises:
-        ConfigError: a MultiConnector's children cannot be read.
-    """
-    from kvpp_connect.seam import multi
-
-    if not transfer:
-        return []
-    if not multi.is_multi(transfer.get("kv_connector"), transfer.get("kv_connector_module_path")):
-        return [transfer]
-    found = multi.children(transfer.get("kv_connector_extra_config"))
-    multi.check_children(found)
-    return [*found]
-
-
-def _extra(connector: Mapping[str, Any]) -> Mapping[str, Any]:
-    extra = connector.get("kv_connector_extra_config")
-    return extra if isinstance(extra, Mapping) else {}
-
-
 def _endpoint(connector: Mapping[str, Any]) -> tuple[str, str]:
     """Where this node's server would listen for its peers, and the protocol of transfers."""
     from kvpp_connect.seam import checks
 
-    extra = _extra(connector)
+    extra = extra_of(connector)
     host = str(extra.get("host") or "") or checks.host_address() or _DEFAULT_HOST
     return host, str(extra.get("protocol") or _DEFAULT_PROTOCOL)
 
@@ -151,7 +130,7 @@ def _configuration(
     if additional:
         checks.append(("additional config", lambda: parse_additional_config(additional)))
     if transfer:
-        checks.append(("connector config", lambda: _parse_connectors(transfer)))
+        checks.append(("connector config", lambda: check_connectors(transfer)))
     for topic, check in checks:
         try:
             check()
@@ -159,30 +138,6 @@ def _configuration(
             yield Finding(topic=topic, state="fail", said=str(error))
         else:
             yield Finding(topic=topic, state="ok", said="all keys known, all values fit")
-
-
-def _parse_connectors(transfer: Mapping[str, Any]) -> None:
-    """The extra config of each connector by its own parser.
-
-    Raises:
-        ConfigError: an unknown key or a wrong value, or no connector is named.
-    """
-    from kvpp_connect.connectors.ascend_store import config as pool
-    from kvpp_connect.connectors.mooncake_v2 import config as mooncake_v2
-
-    parsers: dict[str, Callable[[Mapping[str, Any], str], object]] = {
-        "AscendStoreConnector": pool.parse_extra_config,
-        "MooncakeConnectorV2": mooncake_v2.parse_extra_config,
-    }
-    for connector in _connectors(transfer):
-        name = connector.get("kv_connector")
-        if not isinstance(name, str):
-            raise ConfigError(f"kv_connector is {name!r}; expected one of: {', '.join(parsers)}")
-        extra = connector.get("kv_connector_extra_config", {})
-        if not isinstance(extra, Mapping):
-            raise ConfigError(f"kv_connector_extra_config of {name} is no object")
-        if name in parsers:
-            parsers[name](extra, str(connector.get("kv_role") or "kv_both"))
 
 
 def _deployment(
@@ -212,7 +167,7 @@ def _network(
     for host in dict.fromkeys(_endpoint(connector)[0] for connector in connectors):
         yield probes.own_address(host)
     for connector in connectors:
-        extra = _extra(connector)
+        extra = extra_of(connector)
         number = extra.get("control_port", 0)
         produces = connector.get("kv_role") in ("kv_producer", "kv_both")
         if produces and isinstance(number, int) and 0 < number < 65536:
@@ -220,13 +175,15 @@ def _network(
             yield probes.port("control port", host, number)
     for number in ports:
         yield probes.port("port", _endpoint(connectors[0] if connectors else {})[0], number)
-    named = [str(_extra(connector).get("master_server_address") or "") for connector in connectors]
+    named = [
+        str(extra_of(connector).get("master_server_address") or "") for connector in connectors
+    ]
     direct = [text for text in named if "://" not in text]  # the others are found in a registry
     for text in dict.fromkeys(filter(None, (master, *direct))):
         yield _master(text)
     if producer:
         address = _address(producer)
-        files = (str(_extra(one).get("control_secret_file") or "") for one in connectors)
+        files = (str(extra_of(one).get("control_secret_file") or "") for one in connectors)
         secret_file = next(filter(None, files), "")
         yield (
             probes.producer(*address, secret_file) if address else _no_address("producer", producer)

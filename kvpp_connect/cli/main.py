@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvpp_connect import __version__
-from kvpp_connect.cli import audit, bench, capacity, doctor, plan
+from kvpp_connect.cli import audit, bench, capacity, config, doctor, plan
 from kvpp_connect.errors import KvppError
 
 app = typer.Typer(
@@ -23,6 +23,7 @@ class Scenario(StrEnum):
 
     PD = "pd"
     POOL = "pool"
+    MULTI = "multi"
 
 
 _LIMITS_S = {Scenario.PD: 360.0, Scenario.POOL: 600.0}
@@ -34,7 +35,7 @@ def demo(
         Scenario,
         typer.Argument(
             help="pd: prefill/decode disaggregation with KVPP on P. pool: several servers, with "
-            "and without KVPP, on one KV pool."
+            "and without KVPP, on one KV pool. multi: both together, and a node is killed."
         ),
     ] = Scenario.PD,
     *,
@@ -52,7 +53,9 @@ def demo(
     base_port: Annotated[
         int | None,
         typer.Option(
-            min=1, max=65527, help="First of seven ports (pd), or nine (pool). Default: free ports."
+            min=1,
+            max=65526,
+            help="First of seven ports (pd), nine (pool) or ten (multi). Default: free ports.",
         ),
     ] = None,
     log_dir: Annotated[
@@ -61,6 +64,7 @@ def demo(
     keep_logs: Annotated[bool, typer.Option(help="Keep the logs of a good run, too.")] = False,
 ) -> None:
     """Run real vLLM servers with KVPP and compare their tokens with plain vLLM."""
+    from kvpp_connect.demo.multi import run_multi_demo
     from kvpp_connect.demo.pd import run_demo
     from kvpp_connect.demo.pool import run_pool_demo
     from kvpp_connect.demo.scenario import DemoOptions
@@ -74,13 +78,18 @@ def demo(
         keep_logs=keep_logs,
         as_json=as_json,
     )
-    run = {Scenario.PD: run_demo, Scenario.POOL: run_pool_demo}[scenario]
+    run = {
+        Scenario.PD: run_demo,
+        Scenario.POOL: run_pool_demo,
+        Scenario.MULTI: run_multi_demo,
+    }[scenario]
     raise typer.Exit(run(options))
 
 
 app.command()(audit.audit)
 app.command()(plan.plan)
 app.command()(capacity.capacity)
+app.command()(config.config)
 app.command()(doctor.doctor)
 app.add_typer(bench.app, name="bench")
 

@@ -95,8 +95,8 @@ def plan_rows(model: Path, ports: Sequence[int], *, kv_cache_bytes: int) -> tupl
         name="router",
         port=router_port,
         metrics_port=metrics_port,
-        prefill_url=prefill.url,
-        decode_url=decode.url,
+        prefill_urls=(prefill.url,),
+        decode_urls=(decode.url,),
     )
     return (
         RowPlan(

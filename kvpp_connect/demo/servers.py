@@ -113,13 +113,13 @@ class VllmServer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterServer:
-    """vllm-router in front of one prefill and one decode server."""
+    """vllm-router in front of prefill and decode servers, which take turns."""
 
     name: str
     port: int
     metrics_port: int
-    prefill_url: str
-    decode_url: str
+    prefill_urls: tuple[str, ...]
+    decode_urls: tuple[str, ...]
     extra_args: tuple[str, ...] = ()
 
     def launch(self) -> Launch:
@@ -132,8 +132,6 @@ class RouterServer:
             "--port": str(self.port),
             "--prometheus-host": LOOPBACK,
             "--prometheus-port": str(self.metrics_port),
-            "--prefill": self.prefill_url,
-            "--decode": self.decode_url,
             "--kv-connector": "nixl",
             "--policy": "round_robin",
             "--worker-startup-check-interval": "1",
@@ -144,6 +142,8 @@ class RouterServer:
                 *(sys.executable, "-m", "vllm_router.launch_router"),
                 *("--vllm-pd-disaggregation", "--disable-retries"),
                 *(word for pair in arguments.items() for word in pair),
+                *(word for url in self.prefill_urls for word in ("--prefill", url)),
+                *(word for url in self.decode_urls for word in ("--decode", url)),
                 *self.extra_args,
             ),
             port=self.port,

@@ -161,8 +161,12 @@ def _needs_mla(config: "VllmConfig") -> str | None:
 
 def _needs_a_group(config: "VllmConfig") -> str | None:
     parallel = config.parallel_config
-    size = parallel.tensor_parallel_size * parallel.prefill_context_parallel_size
-    if size > 1:
+    return group_problem(parallel.tensor_parallel_size * parallel.prefill_context_parallel_size)
+
+
+def group_problem(ranks: int) -> str | None:
+    """What is wrong with a KVPP group of so many ranks."""
+    if ranks > 1:
         return None
     return (
         "the KVPP group (tensor parallel x prefill context parallel) has 1 rank, there is nobody "

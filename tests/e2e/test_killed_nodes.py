@@ -12,9 +12,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from e2e_tools import decode, prefill, wait_for
+from e2e_tools import decode, members_of_server, prefill, wait_for
 
-from kvpp_connect.demo.guard import group_members
 from kvpp_connect.errors import PeerError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -46,14 +45,7 @@ def nodes(request, describe, run_servers):
 
 def processes(client, title):
     """Ids of a server's processes with that name, lowest first."""
-    port = client.url.rsplit(":", 1)[1]
-    for entry in Path("/proc").iterdir():
-        with suppress(OSError, ValueError):
-            argv = (entry / "cmdline").read_bytes().split(b"\0")
-            if b"--port" in argv and argv[argv.index(b"--port") + 1] == port.encode():
-                members = group_members(os.getpgid(int(entry.name)))
-                return [pid for pid in members if named(pid, title)]
-    raise AssertionError(f"no server at {client.url}")
+    return [pid for pid in members_of_server(client) if named(pid, title)]
 
 
 def named(pid, title):

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import pytest
-from e2e_tools import MAX_TOKENS, continue_all, count, pool, post, wait_for
+from e2e_tools import MAX_TOKENS, continue_all, count, is_idle, pool, post, wait_for
 from kv_events import KvEvents
 from pool_equipment import StoreNode, mooncake_master
 from sparse_model import write_sparse_checkpoint
@@ -62,12 +62,6 @@ def stored_blocks(prompts, block=BLOCK):
 
 def hits_and_failures(client):
     return count(client, "pool_hit_tokens", FAILURES)
-
-
-def is_idle(client):
-    """Whether nobody holds blocks: no request, and no put that copies them."""
-    usage = "vllm:kv_cache_usage_perc"
-    return client.counters([usage]) == {usage: 0.0}
 
 
 @pytest.fixture(scope="module")

@@ -110,6 +110,7 @@ class SchedulerSide:
         # Of the step that loads what it reads: each request's blocks, and ``pooled`` before it.
         self._in_step: dict[str, tuple[Sequence[int], int]] = {}
         self._counts: dict[str, float] = {}
+        self._pinned_told = 0
 
     def bind_pool(self, pins: "PoolPins") -> None:
         """Take the engine's block pool."""
@@ -417,6 +418,8 @@ class SchedulerSide:
     def take_counts(self) -> dict[str, float]:
         """Counters since the last call, and gauges, by metric name."""
         counts, self._counts = self._counts, {}
+        if self._ledger.pinned_blocks != self._pinned_told:
+            counts["pool_pinned_blocks"] = self._pinned_told = self._ledger.pinned_blocks
         return counts | self._lookups.take_counts()
 
     def close(self) -> None:

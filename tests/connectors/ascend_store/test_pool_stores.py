@@ -299,3 +299,13 @@ def test_where_steps_run_ahead_of_their_results_a_loading_step_stores_nothing():
     request = fresh(engine, prompt(2))
     assert engine.step({request: 8}, sync_loads=True).puts == ()
     assert engine.pins.pinned == {}
+
+
+def test_the_blocks_that_are_held_are_told_when_their_number_changes(engine):
+    request = fresh(engine, prompt(4, 2))
+    assert "pool_pinned_blocks" not in engine.side.take_counts()
+    order = put_of(engine.step({request: 18}))
+    assert engine.side.take_counts()["pool_pinned_blocks"] == 4
+    assert "pool_pinned_blocks" not in engine.side.take_counts()
+    engine.stored(order)
+    assert engine.side.take_counts()["pool_pinned_blocks"] == 0

@@ -151,6 +151,10 @@ class Rank:
     def read(self, name, place):
         return bytes(torch.cat([view[place] for view in self.views[name]]).tolist())
 
+    @staticmethod
+    def read_payload(name, block):
+        return payload(name, block).tobytes()
+
     def holds(self, name, block, place):
         return self.read(name, place) == payload(name, block).tobytes()
 

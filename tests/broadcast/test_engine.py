@@ -273,3 +273,67 @@ def test_memory_that_does_not_hold_the_placement_is_refused():
         FullPayload(placement, short)
     with pytest.raises(LayoutError, match="bytes"):
         FullPayload(placement, torch.zeros(999))
+
+
+class Gate:
+    """Opens layers one by one; notes who waits."""
+
+    def __init__(self, log, open_layers=()):
+        self.log = log
+        self.open_layers = set(open_layers)
+
+    def is_open(self, ordinal):
+        return ordinal in self.open_layers
+
+    def wait(self, ordinal):
+        self.log.append(("gate", ordinal))
+        self.open_layers.add(ordinal)
+
+
+def with_gate(rank, open_layers=()):
+    engine, transport, placement = build(rank)
+    gated = PrefetchEngine(
+        placement,
+        engine._payload,  # noqa: SLF001 - the same bytes
+        transport,
+        CpuDevice(),
+        Gate(transport.log, open_layers),
+    )
+    return gated, transport
+
+
+def calls(transport):
+    return [entry[:2] for entry in transport.log]
+
+
+def test_an_owner_sends_a_layer_that_is_not_loaded_yet_when_the_layer_asks_for_it():
+    """Rank 0 owns layers 0 and 1 of three."""
+    engine, transport = with_gate(rank=0, open_layers=[0])
+    run_forward(engine)
+    assert calls(transport) == [
+        ("start", 0), ("wait", 0),
+        ("gate", 1), ("start", 1), ("wait", 1), ("start", 2), ("wait", 2),
+    ]  # fmt: skip
+
+
+def test_nobody_waits_for_what_others_load():
+    engine, transport = with_gate(rank=1, open_layers=[2])
+    run_forward(engine)
+    assert ("gate", 0) not in calls(transport)
+    assert ("gate", 1) not in calls(transport)
+
+
+def test_an_open_gate_changes_nothing():
+    engine, transport = with_gate(rank=0, open_layers=[0, 1, 2])
+    run_forward(engine)
+    plain, plain_transport, _ = build(rank=0)
+    run_forward(plain)
+    assert calls(transport) == calls(plain_transport)
+
+
+def test_a_forward_that_reads_what_is_loaded_for_it_starts_with_its_first_layer():
+    engine, transport, _ = build()
+    engine.arm(start=False)
+    assert transport.log == []
+    engine.acquire(0)
+    assert calls(transport) == [("start", 0), ("wait", 0), ("start", 1)]

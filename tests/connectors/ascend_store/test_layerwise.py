@@ -1,4 +1,4 @@
-"""Layers come one after the other; each may be read once its own bytes are there, and not before."""
+"""Layers come one after the other; each may be read once its own bytes are there, not before."""
 
 import threading
 

@@ -13,7 +13,7 @@ class KvEvents:
         self._socket = zmq.Context.instance().socket(zmq.SUB)
         self._socket.setsockopt(zmq.SUBSCRIBE, b"")
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(endpoint)
+        self._socket.bind(endpoint)  # vLLM connects to an address of one host
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._stored, self._removed = [], []

@@ -297,7 +297,7 @@ def test_a_reset_pool_is_never_hit_again_and_routers_are_told(
         args=("--kv-events-config", json.dumps(events)),
         env={"VLLM_SERVER_DEV_MODE": "1"},
     )
-    with run_servers(server) as clients, KvEvents(endpoint) as told:
+    with KvEvents(endpoint) as told, run_servers(server) as clients:
         client = clients["told"]
         assert continue_all(client, prompts, concurrency=1) == plain_tokens
         wait_for(lambda: len(told.stored()) == stored_blocks(prompts))

@@ -27,8 +27,9 @@ test: setup test-unit ## run all tests: unit, then distributed, then real vLLM s
 test-unit: setup ## run the tests that start no other process
 	$(PYTEST) -m "not distributed and not e2e"
 
-soak: setup ## hurt P/D nodes on fresh seeds for SOAK_S seconds (default: 600), then fuzz
+soak: setup ## hurt P/D nodes, then a pool, on fresh seeds for SOAK_S seconds each (600), then fuzz
 	$(PYTEST) tests/chaos/test_soak.py -s --chaos-soak-s $${SOAK_S:-600}
+	$(PYTEST) tests/chaos/test_pool_soak.py -s --chaos-soak-s $${SOAK_S:-600}
 	$(PYTEST) tests/connectors/mooncake_v2/test_control_fuzz.py --hypothesis-profile=soak --timeout=1800
 
 demo: setup ## run real vLLM servers with KVPP and check their tokens

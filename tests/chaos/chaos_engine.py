@@ -9,10 +9,11 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from multiprocessing.connection import Connection, wait
 
 from chaos_model import BLOCK_TOKENS, LAYER_NAMES, PAGE_BYTES, next_token
-from chaos_patches import apply_patches
+from chaos_patches import apply_patches, noted, take_noted
 from chaos_spec import ENVIRONMENT, NodeSpec
 
 os.environ.update(ENVIRONMENT)
@@ -52,11 +53,12 @@ def vllm_config(spec: NodeSpec) -> VllmConfig:
         max_num_batched_tokens=512,
         block_size=BLOCK_TOKENS,
         kv_cache_memory_bytes=1 << 24,
+        async_scheduling=False,
         skip_tokenizer_init=True,
         attention_backend="CPU_MLA",
         tensor_parallel_size=spec.ranks,
         kv_transfer_config={
-            "kv_connector": "MooncakeConnectorV2",
+            "kv_connector": spec.connector,
             "kv_connector_module_path": "kvpp_connect.connectors",
             "kv_role": spec.role,
             "kv_load_failure_policy": spec.policy,
@@ -66,7 +68,6 @@ def vllm_config(spec: NodeSpec) -> VllmConfig:
     ).create_engine_config()
     # The CPU platform turns both off for MLA.
     config.scheduler_config.enable_chunked_prefill = True
-    config.scheduler_config.async_scheduling = False
     config.scheduler_config.max_num_batched_tokens = 512
     config.cache_config.enable_prefix_caching = spec.prefix_caching
     config.cache_config.num_gpu_blocks = spec.num_blocks
@@ -110,9 +111,13 @@ class Engine:
         self._aggregator = KVOutputAggregator.from_connector(self._connector, spec.ranks)
         self._in_use: set[int] = set()
         self._poisoned: set[int] = set()
-        self._connector.set_xfer_handshake_metadata_pp_aware(
-            {(0, rank): pipe.recv() for rank, pipe in enumerate(ranks)}
-        )
+        self._weights = 0
+        self._abort_loading: set[str] = set()
+        self._sums: Counter[str] = Counter()
+        self._tap_stats()
+        handshake = {(0, rank): pipe.recv() for rank, pipe in enumerate(ranks)}
+        if all(handshake.values()):
+            self._connector.set_xfer_handshake_metadata_pp_aware(handshake)
 
     def add(self, request_id, prompt, max_tokens, params):
         """Take a request; answer whether its id was free."""
@@ -130,7 +135,41 @@ class Engine:
 
     def abort(self, request_id):
         """The client went away."""
+        request = self._scheduler.requests.get(request_id)
+        if request is None or request.is_finished():
+            return
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            noted.append(("fault", "abort while loading"))
+        mine = self._block_ids(request_id)
         self._scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+        if not self._held_blocks().isdisjoint(mine):
+            noted.append(("fault", "abort while blocks are held"))
+
+    def abort_loading(self, request_id):
+        """The client will go away when the request's KV is being loaded."""
+        self._abort_loading.add(request_id)
+
+    def _abort_those_that_load(self):
+        self._abort_loading &= self._scheduler.requests.keys()
+        for request_id in sorted(self._abort_loading):
+            request = self._scheduler.requests[request_id]
+            if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+                self.abort(request_id)
+                self._abort_loading.discard(request_id)
+                yield "tokens", request_id, [], "abort", None
+
+    def reset(self, *, preempt):
+        """New weights, where vLLM and the connector let go of all that the old ones computed.
+
+        Args:
+            preempt: begin all running requests anew; else there must be none.
+        """
+        try:
+            is_reset = self._scheduler.reset_prefix_cache(preempt, reset_connector=True)
+        except RuntimeError:  # vLLM's answer where somebody holds blocks
+            is_reset = False
+        self._weights += is_reset
+        noted.append(("fault", "reset") if is_reset else ("seen", "reset refused"))
 
     def free_blocks(self):
         """Blocks that nobody refers to."""
@@ -142,17 +181,20 @@ class Engine:
 
     def step(self):
         """One step of vLLM's engine core; answers events for the harness."""
+        running = {r.request_id: self._block_ids(r.request_id) for r in self._scheduler.running}
         output = self._scheduler.schedule()
+        self._note_preemptions(running, output.preempted_req_ids or ())
         work = [self._work(request_id, n) for request_id, n in output.num_scheduled_tokens.items()]
+        how = self._weights, output.has_sync_kv_loads
         for pipe in self._ranks:
-            pipe.send(("step", output.kv_connector_metadata, output.finished_req_ids, work))
+            pipe.send(("step", output.kv_connector_metadata, output.finished_req_ids, work, *how))
         ids = [item[0] for item in work]
         sampled = [self._sample(request_id, output) for request_id in ids]
-        events, results = [], []
+        events, results, wrong = [], [], []
         for rank, pipe in enumerate(self._ranks):
-            kv_output, wrong, late_reads = pipe.recv()
-            events += [("wrong", rank, text) for text in wrong]
-            events += [("fault", "read fails and writes late")] * late_reads
+            kv_output, found, happened = pipe.recv()
+            wrong += [(rank, *bad) for bad in found]
+            events += happened
             results.append(
                 ModelRunnerOutput(
                     req_ids=ids,
@@ -162,13 +204,20 @@ class Engine:
                 )
             )
         result = self._aggregator.aggregate(results)
+        self._add_up(result.kv_connector_output.kv_connector_stats)
+        events += self._unforgiven(wrong, work, output, result.kv_connector_output)
         for outputs in self._scheduler.update_from_output(output, result).values():
             for one in outputs.outputs:
                 reason = str(one.finish_reason) if one.finish_reason is not None else None
                 params = one.kv_transfer_params
                 events.append(("tokens", one.request_id, one.new_token_ids, reason, params))
         self._poison_freed({block for item in work for block in item[1]})
-        return events
+        return [*events, *self._abort_those_that_load(), *take_noted()]
+
+    def take_sums(self):
+        """The connector's counters since the last call."""
+        sums, self._sums = self._sums, Counter()
+        return dict(sums)
 
     def check_free_blocks(self):
         """Compare blocks that nobody refers to with what was left in them."""
@@ -188,10 +237,56 @@ class Engine:
     def _work(self, request_id, scheduled):
         """What the ranks compute for a request: (id, block ids, tokens, computed before)."""
         request = self._scheduler.requests[request_id]
-        (block_ids,) = self._scheduler.kv_cache_manager.get_block_ids(request_id)
         # The scheduler has already counted what it has just scheduled.
         end = request.num_computed_tokens
-        return request_id, block_ids, list(request.all_token_ids[:end]), end - scheduled
+        return (
+            request_id,
+            self._block_ids(request_id),
+            list(request.all_token_ids[:end]),
+            end - scheduled,
+        )
+
+    def _block_ids(self, request_id):
+        (block_ids,) = self._scheduler.kv_cache_manager.get_block_ids(request_id)
+        return block_ids
+
+    def _held_blocks(self):
+        """Blocks that belong to no request, and are not free."""
+        used = {b.block_id for b in self._pool.blocks if b.ref_cnt > 0 and not b.is_null}
+        return used.difference(*map(self._block_ids, self._scheduler.requests))
+
+    def _note_preemptions(self, running, preempted):
+        """Args: running: blocks of the requests that ran before."""
+        held = self._held_blocks() if preempted else set()
+        for request_id in preempted:
+            storing = not held.isdisjoint(running.get(request_id, ()))
+            noted.append(("fault", "preempted while storing") if storing else ("seen", "preempted"))
+
+    @staticmethod
+    def _unforgiven(wrong, work, output, kv_output):
+        """Wrong bytes as events, but for those that a step has read and the connector has named:
+        what was computed from them is dropped."""
+        invalid = kv_output.invalid_block_ids if output.has_sync_kv_loads else set()
+        blocks = {request_id: block_ids for request_id, block_ids, _, _ in work}
+        for rank, request_id, place, text in wrong:
+            if invalid.isdisjoint(blocks[request_id][: place + 1]):
+                yield "wrong", rank, text
+
+    def _tap_stats(self):
+        """Note what the scheduler side counts when vLLM takes it."""
+        take = self._connector.get_kv_connector_stats
+
+        def tap():
+            stats = take()
+            self._add_up(stats)
+            return stats
+
+        self._connector.get_kv_connector_stats = tap
+
+    def _add_up(self, stats):
+        for name, amount in (stats.data if stats is not None else {}).items():
+            if isinstance(amount, int | float):
+                self._sums[name] += amount
 
     def _sample(self, request_id, output):
         request = self._scheduler.requests[request_id]
@@ -222,7 +317,7 @@ def run_scheduler(spec: NodeSpec, harness: Connection, ranks: list[Connection]) 
     """Body of the scheduler process; ends when told, or when a rank is gone."""
     redirect_output(spec)
     quirks.apply()
-    apply_patches(spec)
+    apply_patches(spec, "scheduler")
     try:
         engine = Engine(spec, ranks)
         harness.send([("ready", engine.free_blocks())])
@@ -255,6 +350,12 @@ def _obey(engine: Engine, harness: Connection) -> bool:
             case ("abort", request_id):
                 engine.abort(request_id)
                 harness.send([("tokens", request_id, [], "abort", None)])
+            case ("abort_loading", request_id):
+                engine.abort_loading(request_id)
+            case ("reset", preempt):
+                engine.reset(preempt=preempt)
+            case ("sums",):
+                harness.send([("sums", engine.take_sums())])
             case ("count",):
                 # An idle engine lets held blocks go in its next step, whatever that is for.
                 events = [] if engine.has_work() else [*engine.step(), *engine.check_free_blocks()]

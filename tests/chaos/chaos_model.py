@@ -35,11 +35,11 @@ def poison(name):
     return _mix(np.uint64(crc32(name.encode())))
 
 
-def prefixes(tokens):
-    """One word per token that depends on it and on all tokens before it."""
+def prefixes(tokens, weights=0):
+    """One word per token that depends on it, on all tokens before it, and on the weights."""
     tokens = np.asarray(tokens, dtype=np.uint64)
     places = np.arange(len(tokens), dtype=np.uint64) << np.uint64(20)
-    return _mix(np.cumsum(_mix(tokens + places)))
+    return _mix(np.cumsum(_mix(tokens + places)) + (np.uint64(weights) << np.uint64(40)))
 
 
 def rows(prefix_words, layer):

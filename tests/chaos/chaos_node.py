@@ -131,12 +131,16 @@ class Node:
         for pipe in (self._pipe, *self._cutters):
             pipe.close()
 
-    def stop(self, limit_s=20.0):
-        """End in an orderly way; answers the names of processes that had to be killed."""
+    def begin_to_stop(self):
+        """Tell the node to end; ``stop`` waits for it."""
         for process in self._stopped:
             os.kill(process.pid, signal.SIGCONT)
         with contextlib.suppress(NodeDiedError):
             self.put("close")
+
+    def stop(self, limit_s=20.0):
+        """End in an orderly way; answers the names of processes that had to be killed."""
+        self.begin_to_stop()
         everyone = (self.scheduler, *self.ranks)
         deadline = time.monotonic() + limit_s
         while any(p.is_alive() for p in everyone) and time.monotonic() < deadline:

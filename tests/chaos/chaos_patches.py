@@ -1,22 +1,44 @@
 """What processes of a node are changed to do: a transfer engine at its worst, negative controls."""
 
+import dataclasses
 import random
 import threading
 import time
 
 from chaos_spec import LATE_WRITE_S, NodeSpec
+from chaos_store import hurt_stores
 
 
-def apply_patches(spec: NodeSpec) -> None:
-    """Change this process as its node's description says."""
+def apply_patches(spec: NodeSpec, part: str) -> None:
+    """Change this process as its node's description says.
+
+    Args:
+        part: which process of the node this is.
+    """
     if spec.late_reads:
         _fail_and_write_late(spec.late_reads)
-    if spec.sabotage == "confirm_anything":
-        _confirm_anything()
+    if spec.connector == "AscendStoreConnector":
+        hurt_stores(spec, part, noted)
+    match spec.sabotage:
+        case "confirm_anything":
+            _confirm_anything()
+        case "one_shard_will_do":
+            _one_shard_will_do()
+        case "no_pins":
+            _no_pins()
+        case "puts_at_once":
+            _puts_at_once()
 
 
-late_reads: list[None] = []
-"""One entry for each read that failed and wrote later, in this process."""
+noted: list[tuple[str, str]] = []
+"""What happened in this process: ("fault", kind) for what was done to it, ("seen", kind)."""
+
+
+def take_noted():
+    """What happened since the last call, as events for the harness."""
+    taken = noted[:]
+    del noted[: len(taken)]
+    return taken
 
 
 def _fail_and_write_late(share: float) -> None:
@@ -42,7 +64,7 @@ def _fail_and_write_late(share: float) -> None:
             except PeerError:
                 return  # the source is gone meanwhile
 
-        late_reads.append(None)
+        noted.append(("fault", "read fails and writes late"))
         threading.Thread(target=write_late, daemon=True).start()
         raise PeerError("given up, but not forgotten")
 
@@ -62,3 +84,30 @@ def _confirm_anything() -> None:
         return ask(self, question, **more)
 
     ControlClient.ask = confident
+
+
+def _one_shard_will_do() -> None:
+    """A look-up that takes a block for complete when it finds the first of its objects."""
+    from kvpp_connect.connectors.ascend_store.lookups import LookupService
+
+    ask_about = LookupService.ask_about
+    LookupService.ask_about = lambda self, shards: ask_about(self, shards[:1])
+
+
+def _no_pins() -> None:
+    """A scheduler side that lets requests' blocks go while they are being stored."""
+    from kvpp_connect.seam.api import PoolPins
+
+    PoolPins.pin = PoolPins.unpin = lambda self, block_ids: None
+
+
+def _puts_at_once() -> None:
+    """A scheduler side that stores what a step has computed whatever that step could not load."""
+    from kvpp_connect.connectors.ascend_store.scheduler_side import SchedulerSide
+
+    take_orders = SchedulerSide.take_orders
+
+    def take(self, step):
+        return take_orders(self, dataclasses.replace(step, has_sync_loads=False))
+
+    SchedulerSide.take_orders = take

@@ -5,6 +5,7 @@ that compares everything the request's cache should hold. Wrong bytes are report
 them and whenever, since a request's whole history is compared in each of its steps.
 """
 
+import json
 import os
 import socket
 import stat
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from chaos_engine import cache_config, redirect_output, vllm_config
 from chaos_model import BLOCK_TOKENS, LAYER_NAMES, ROW_WORDS, STAGE, poison, prefixes, rows
-from chaos_patches import apply_patches, late_reads
+from chaos_patches import apply_patches, take_noted
 from chaos_spec import NodeSpec
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -28,9 +29,46 @@ from vllm.distributed.parallel_state import (
 )
 from vllm.v1.outputs import KVConnectorOutput
 
+from kvpp_connect.connectors.ascend_store import connector as pool_connector
 from kvpp_connect.connectors.mooncake_v2 import worker_side
 from kvpp_connect.layout import place_rank, plan_group
 from kvpp_connect.seam import quirks
+from kvpp_connect.seam.groups import gather_in_group
+
+_GARBAGE = np.uint64(0x5A5A_5A5A_5A5A_5A5A)
+
+
+class _Places:
+    """Where a request's tokens lie, and what they depend on."""
+
+    def __init__(self, request_id, block_ids, tokens, computed, weights):
+        self.request_id = request_id
+        self._words = prefixes(tokens, weights)
+        places = np.arange(len(tokens))
+        self._blocks = np.asarray(block_ids)[places // BLOCK_TOKENS]
+        self._slots = places % BLOCK_TOKENS
+        self._old, self._new = slice(0, computed), slice(computed, len(tokens))
+
+    def compare(self, cache, layer):
+        """The first wrong block among those that were computed before, and a text; or None."""
+        blocks, slots, words = (x[self._old] for x in (self._blocks, self._slots, self._words))
+        bad = np.flatnonzero((cache[blocks, slots] != rows(words, layer)).any(axis=1))
+        if not bad.size:
+            return None
+        first = int(bad[0])
+        return first // BLOCK_TOKENS, (
+            f"request {self.request_id}, layer {layer}: {bad.size} of {len(words)} cached tokens "
+            f"are wrong, the first is {first} in block {blocks[first]}"
+        )
+
+    def write(self, cache, layer):
+        """What the model computes in this step."""
+        blocks, slots, words = (x[self._new] for x in (self._blocks, self._slots, self._words))
+        cache[blocks, slots] = rows(words, layer)
+
+    def spoil(self, cache):
+        """The same, computed from garbage."""
+        cache[self._blocks[self._new], self._slots[self._new]] ^= _GARBAGE
 
 
 class Rank:
@@ -41,7 +79,8 @@ class Rank:
         if spec.kvpp:
             placement = place_rank(plan_group(STAGE, spec.ranks), rank, spec.num_blocks)
         # What KVPP's runtime answers in a worker.
-        worker_side.active_placement = lambda: placement
+        for module in (worker_side, pool_connector):
+            module.active_placement = lambda: placement
         self._poison = poison(spec.name)
         caches = _make_caches(placement, spec.num_blocks, self._poison)
         kept = set(placement.persistent_layers) if placement else set(LAYER_NAMES)
@@ -64,22 +103,34 @@ class Rank:
         """What the scheduler side is told."""
         return self._connector.get_handshake_metadata()
 
-    def step(self, metadata, finished_ids, work):
-        """As the model runner: forward, then the connector's part of the step."""
-        wrong = [text for item in work for text in self._forward(*item)]
+    def step(self, metadata, finished_ids, work, weights, loads_in_step):
+        """As the model runner: a forward, and the connector's part of the step around it.
+
+        Args:
+            weights: what the model computes depends on them.
+            loads_in_step: the forward reads what is loaded in this step.
+        """
         connector = self._connector
         connector.bind_connector_metadata(metadata)
-        connector.start_load_kv(None)
+        if loads_in_step:
+            connector.start_load_kv(None)
+        wrong = self._forward(work, weights)
+        if loads_in_step:
+            self._spoil(work, weights, wrong)
+        else:
+            connector.start_load_kv(None)
+        connector.wait_for_save()
         ended = connector.get_transfer_results(finished_ids)
         output = KVConnectorOutput(
             finished_sending=ended.finished_sending,
             finished_recving=ended.finished_recving,
             failed_recving=ended.failed_recving,
+            invalid_block_ids=connector.get_block_ids_with_load_errors(),
+            kv_connector_stats=connector.get_kv_connector_stats(),
             kv_connector_worker_meta=connector.build_connector_worker_meta(),
         )
         connector.clear_connector_metadata()
-        late, late_reads[:] = len(late_reads), []
-        return output, wrong, late
+        return output, wrong, take_noted()
 
     def poison(self, block_ids):
         """Overwrite blocks that nobody refers to."""
@@ -99,22 +150,35 @@ class Rank:
         """Stop the worker side."""
         self._connector.shutdown()
 
-    def _forward(self, request_id, block_ids, tokens, computed):
-        """Compare what is computed, write what is new; answers what is wrong."""
-        words = prefixes(tokens)
-        places = np.arange(len(tokens))
-        blocks = np.asarray(block_ids)[places // BLOCK_TOKENS]
-        slots = places % BLOCK_TOKENS
-        old, new = slice(0, computed), slice(computed, len(tokens))
-        for layer, cache in self._layers.items():
-            same = (cache[blocks[old], slots[old]] == rows(words[old], layer)).all(axis=1)
-            cache[blocks[new], slots[new]] = rows(words[new], layer)
-            if not same.all():
-                bad = np.flatnonzero(~same)
-                yield (
-                    f"request {request_id}, layer {layer}: {len(bad)} of {computed} cached tokens "
-                    f"are wrong, the first is {bad[0]} in block {blocks[bad[0]]}"
-                )
+    def _forward(self, work, weights):
+        """Layer by layer, compare what is computed and write what is new; answers what is wrong.
+
+        That is the request, the place of its first wrong block in a layer, and a text.
+        """
+        batch = [_Places(*item, weights) for item in work]
+        wrong = []
+        for layer, name in enumerate(LAYER_NAMES):
+            self._connector.wait_for_layer_load(name)
+            if (cache := self._layers.get(layer)) is None:
+                continue
+            for places in batch:
+                if bad := places.compare(cache, layer):
+                    wrong.append((places.request_id, *bad))
+                places.write(cache, layer)
+        return wrong
+
+    def _spoil(self, work, weights, wrong):
+        """What a model computes from garbage is garbage, whichever rank has read it."""
+        mine = json.dumps([request_id for request_id, _, _ in wrong]).encode()
+        garbled = {request_id for row in gather_in_group(mine) for request_id in json.loads(row)}
+        spoilt: set[int] = set()
+        for item in work:
+            request_id, block_ids, _, computed = item
+            read = block_ids[: -(-computed // BLOCK_TOKENS)]
+            if request_id in garbled or not spoilt.isdisjoint(read):
+                for cache in self._layers.values():
+                    _Places(*item, weights).spoil(cache)
+                spoilt.update(block_ids[computed // BLOCK_TOKENS :])
 
 
 def _make_caches(placement, num_blocks, content):
@@ -139,7 +203,7 @@ def run_rank(spec: NodeSpec, rank: int, meeting: str, scheduler: Connection, har
     """
     redirect_output(spec)
     quirks.apply()
-    apply_patches(spec)
+    apply_patches(spec, f"rank {rank}")
     torch.set_num_threads(1)
     threading.Thread(target=_cut_when_told, args=(harness,), daemon=True).start()
     config = vllm_config(spec)

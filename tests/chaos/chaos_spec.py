@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-Sabotage = Literal["", "confirm_anything"]
+Sabotage = Literal["", "confirm_anything", "one_shard_will_do", "no_pins", "puts_at_once"]
 
 ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -18,6 +18,8 @@ ENVIRONMENT = {
     "MC_TCP_STATUS_TIMEOUT_SEC": "1",
     # With these three a given-up read writes for at most three seconds.
     "MC_TCP_ADMISSION_TIMEOUT_MS": "1000",
+    # A pool's master that hangs is given up after this.
+    "MC_RPC_TIMEOUT_MS": "3000",
 }
 
 # Short, so that leases end and blocks come back while a test waits.
@@ -26,6 +28,11 @@ PREFILL_SETTINGS = {"lease_s": LEASE_S}
 DECODE_SETTINGS = {"control_timeout_s": 1.0, "failed_read_hold_s": 4.0}
 # A read that was given up writes no later than this: within failed_read_hold_s.
 LATE_WRITE_S = 2.0
+
+# The pool's calls end in time; a test that is late on purpose sleeps for longer.
+POOL_SETTINGS = {"load_timeout_s": 1.5, "lookup_timeout_s": 0.5, "staging_bytes": 2 << 20}
+POOL_LATE_S = 2.0
+POOL_READ_HOLD_S = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +43,12 @@ class NodeSpec:
         role: kv_role of vLLM.
         kvpp: each rank owns a part of the layers; else all ranks hold all of them.
         control_port: of a producer, which comes back on the same one when it is started again.
-        settings: of MooncakeConnectorV2.
+        connector: by its name in vLLM.
+        settings: of the connector.
         late_reads: share of reads that fail at once, and write their destination later.
+        store_faults: kinds of faults in the pool's store (chaos_store.py).
+        store_rates: by kind of call, the share that goes wrong in one of these ways.
+        seed: of these.
         sabotage: negative control; what the node does wrong.
     """
 
@@ -50,8 +61,12 @@ class NodeSpec:
     prefix_caching: bool = False
     policy: str = "recompute"
     control_port: int = 0
+    connector: str = "MooncakeConnectorV2"
     settings: dict = field(default_factory=dict)
     late_reads: float = 0.0
+    store_faults: tuple[str, ...] = ()
+    store_rates: dict[str, float] = field(default_factory=dict)
+    seed: str = ""
     sabotage: Sabotage = ""
 
     @property

@@ -5,7 +5,7 @@ from collections import Counter
 from contextlib import contextmanager
 
 import pytest
-from chaos_spec import DECODE_SETTINGS, PREFILL_SETTINGS, NodeSpec
+from chaos_spec import DECODE_SETTINGS, POOL_SETTINGS, PREFILL_SETTINGS, NodeSpec
 
 pytest.importorskip("vllm", reason="needs vLLM")
 pytest.importorskip("mooncake", reason="needs mooncake")
@@ -14,6 +14,7 @@ from kvpp_connect.demo.model import write_checkpoint
 from kvpp_connect.demo.ports import free_ports
 
 INJECTED = pytest.StashKey[Counter]()
+INJECTED_INTO_POOLS = pytest.StashKey[Counter]()
 
 
 @pytest.fixture(scope="session")
@@ -32,6 +33,12 @@ def rng(seed, request):
 def injected(request):
     """All faults of the session, by kind."""
     return request.config.stash.setdefault(INJECTED, Counter())
+
+
+@pytest.fixture(scope="session")
+def injected_into_pools(request):
+    """The same for the pool."""
+    return request.config.stash.setdefault(INJECTED_INTO_POOLS, Counter())
 
 
 @pytest.fixture(scope="session")
@@ -86,6 +93,64 @@ def run_cluster(injected, rng):
             late = cluster.close()
             injected.update(cluster.injected)
             print(f"faults: {dict(cluster.injected)}; outcomes: {dict(cluster.outcomes())}")
+        assert not cluster.wrong, cluster.wrong[:10]
+        assert not late, f"these did not end by themselves: {late}"
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def pool_spec(checkpoint):
+    """Describes an engine on a pool: two ranks with KVPP."""
+
+    def describe(name, address, **changes):
+        settings = {
+            "master_server_address": address,
+            "global_segment_size": "64MB",
+            "local_buffer_size": "1MB",
+            **POOL_SETTINGS,
+            **changes.pop("settings", {}),
+        }
+        values = {"ranks": 2, "kvpp": True, "num_blocks": 200} | changes
+        return NodeSpec(
+            name=name,
+            role="kv_both",
+            model=checkpoint,
+            connector="AscendStoreConnector",
+            settings=settings,
+            **values,
+        )
+
+    return describe
+
+
+@pytest.fixture
+def run_pool(injected_into_pools, rng, pool_spec):
+    """Context manager: engines ``a`` and ``b`` on one pool that must be whole at their end.
+
+    Wrong bytes, lost blocks and requests that hang fail the test; faults are counted.
+    """
+    from chaos_pool import PoolCluster
+
+    @contextmanager
+    def run(*, settle_s=60.0, seed=None, flags=None, segment_bytes=64 << 20, only_b=None, **both):
+        seed = rng.random() if seed is None else seed
+
+        def describe(address):
+            a = pool_spec("a", address, seed=f"{seed} a", **both)
+            return [a, pool_spec("b", address, seed=f"{seed} b", **both | (only_b or {}))]
+
+        cluster = PoolCluster(describe, seed, flags=flags, segment_bytes=segment_bytes)
+        try:
+            yield cluster
+            cluster.settle(settle_s)
+        finally:
+            late = cluster.close()
+            injected_into_pools.update(cluster.injected)
+            print(
+                f"faults: {dict(cluster.injected)}; seen: {dict(cluster.seen)}; "
+                f"outcomes: {dict(cluster.outcomes())}"
+            )
         assert not cluster.wrong, cluster.wrong[:10]
         assert not late, f"these did not end by themselves: {late}"
 

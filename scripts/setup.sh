@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Makes .venv as requirements/cpu.lock says, with this project installed editable, and installs the
-# system libraries that Mooncake loads. A second run finds its stamp and does nothing.
+# Makes .venv as requirements/cpu.lock says, with this project installed editable and the stores of
+# requirements/stores.lock where they run, and installs the system libraries that Mooncake loads. A
+# second run finds its stamp and does nothing.
 #
 # The stamp is removed before the first change and written after the last one. A .venv without a
 # stamp (half-made, or made by hand), or one made in another folder, is made anew.
@@ -9,6 +10,7 @@ cd "$(dirname "$0")/.."
 
 venv=.venv
 lock=requirements/cpu.lock
+stores=requirements/stores.lock # not for every Python and C library: their tests are skipped then
 stamp=$venv/.kvpp-setup
 log=.cache/setup.log
 torch_index=https://download.pytorch.org/whl/cpu # asked for torch alone, and only if need be
@@ -17,7 +19,7 @@ say() { echo "setup: $*"; }
 die() { printf 'setup: %s\n' "$@" >&2; exit 1; }
 trap 'die interrupted' INT TERM HUP # pip turns Ctrl-C into a mere failure
 
-state="$PWD $(cat "$lock" pyproject.toml scripts/setup.sh | sha256sum)"
+state="$PWD $(cat "$lock" "$stores" pyproject.toml scripts/setup.sh | sha256sum)"
 packages_missing_for() { # the Debian packages whose library PYTHON cannot load
     "$1" -IS - <<'PYTHON'
 import ctypes
@@ -93,9 +95,13 @@ fi
 say "installing $(grep -c == "$lock") pinned packages (a few minutes, about 450 MB to download)"
 pip_install --only-binary :all: --requirement "$lock" || pip_failed "$lock"
 
+say "installing pool stores for the tests"
+pip_install --only-binary :all: --requirement "$stores" ||
+    say "could not install $(grep == "$stores" | xargs) ($log): their tests will be skipped"
+
 mapfile -t foreign < <("$venv/bin/python" -m pip list --format=freeze 2>/dev/null |
     sed 's/==.*//' | tr 'A-Z_' 'a-z-' | grep -vx -e pip -e kvpp-connect | sort |
-    comm -23 - <(sed -n 's/==.*//p' "$lock" | sort))
+    comm -23 - <(sed -n 's/==.*//p' "$lock" "$stores" | sort))
 if ((${#foreign[@]})); then
     say "removing what the lock does not name: ${foreign[*]}"
     "$venv/bin/python" -m pip uninstall --yes "${foreign[@]}" >>"$log" 2>&1

@@ -80,7 +80,7 @@ def pool(master, role="kv_both", **extra):
         "kv_connector_extra_config": {
             "backend": "mooncake",
             "master_server_address": master.address,
-            "global_segment_size": "256MB",
+            "global_segment_size": 0,  # a store node lends the memory
             "protocol": "tcp",
             **extra,
         },

@@ -1,10 +1,14 @@
 """Real servers of pool stores for tests: on loopback ports, ended by pid."""
 
+import contextlib
 import ctypes
 import importlib.util
+import os
+import re
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -65,9 +69,7 @@ class ServerProcess:
     def stop(self):
         """SIGSTOP: takes connections and answers nothing. Returns when no thread runs."""
         self._process.send_signal(signal.SIGSTOP)
-        stat = Path(f"/proc/{self.pid}/stat")
-        while stat.read_text().rpartition(")")[2].split()[0] != "T":
-            time.sleep(0.01)
+        wait_until_stopped(self.pid)
 
     def cont(self):
         self._process.send_signal(signal.SIGCONT)
@@ -104,6 +106,114 @@ def mooncake_master(**flags):
     return ServerProcess("mooncake_master", command, rpc_port)
 
 
+_META_SERVICE = """
+import sys
+import memcache_hybrid
+config = memcache_hybrid.MetaConfig()
+config.meta_service_url, config.config_store_url, config.metrics_url, config.log_path = sys.argv[1:]
+memcache_hybrid.MetaService.setup(config)
+memcache_hybrid.MetaService.main()
+"""
+
+
+def memcache_meta_service(folder):
+    """A MetaService, of which there may be one on a machine, with logs in ``folder``.
+
+    Its ``config_store`` is the second address that clients need.
+    """
+    meta, config, metrics = free_ports(3)
+    urls = f"tcp://{LOOPBACK}:{meta}", f"tcp://{LOOPBACK}:{config}", f"http://{LOOPBACK}:{metrics}"
+    command = [sys.executable, "-c", _META_SERVICE, *urls, str(folder)]
+    server = ServerProcess("memcache MetaService", command, meta)
+    server.config_store = f"{LOOPBACK}:{config}"
+    return server
+
+
+class YuanrongWorker:
+    """A datasystem worker with a metadata store of its own, as ``dscli`` starts it."""
+
+    def __init__(self, *, memory_mb=256):
+        worker, metadata = free_ports(2)
+        self.address = f"{LOOPBACK}:{worker}"
+        self._metadata = f"{LOOPBACK}:{metadata}"
+        self._memory_mb = memory_mb
+        # Holds Unix sockets, whose paths must be short.
+        self._folder = tempfile.TemporaryDirectory(prefix="yr")
+        self._pid = 0
+
+    def __enter__(self):
+        self.start()
+        return self
+
+    def __exit__(self, *error):
+        self.kill()
+        self._folder.cleanup()
+
+    def start(self):
+        """Returns when the worker answers, which takes some seconds."""
+        begin = [
+            sys.executable,
+            "-c",
+            "from yr.datasystem.cli.command import main; main()",
+            "start",
+        ]
+        done = subprocess.run(
+            [
+                *begin,
+                *("-w", "--worker_address", self.address),
+                *("--metastore_address", self._metadata, "--start_metastore_service", "true"),
+                *("--shared_memory_size_mb", str(self._memory_mb), "--log_dir", self._folder.name),
+            ],
+            cwd=self._folder.name,
+            capture_output=True,
+            text=True,
+            timeout=START_S * 2,
+            check=False,
+        )
+        started = re.search(r"PID: (\d+)", done.stdout)
+        self._pid = int(started[1]) if started else 0
+        if not re.search("OK .*success", done.stdout):
+            self.kill()
+            raise RuntimeError(f"the worker does not start:\n{done.stdout}{done.stderr}")
+
+    def kill(self):
+        """SIGKILL; nothing happens where it has ended."""
+        if not self._pid:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
+            while Path(f"/proc/{self._pid}").exists():  # it is no child of ours
+                if state_of(self._pid) == "Z":
+                    break
+                time.sleep(0.02)
+        self._pid = 0
+
+    def restart(self):
+        self.kill()
+        self.start()
+
+    def stop(self):
+        """SIGSTOP: takes connections and answers nothing."""
+        os.kill(self._pid, signal.SIGSTOP)
+        wait_until_stopped(self._pid)
+
+    def cont(self):
+        os.kill(self._pid, signal.SIGCONT)
+
+
+def state_of(pid):
+    """The letter that Linux gives a process's state; "X" where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return "X"
+
+
+def wait_until_stopped(pid):
+    while state_of(pid) not in "TX":
+        time.sleep(0.01)
+
+
 class Memory:
     """Memory of this process, cut into ranges."""
 
@@ -132,3 +242,24 @@ class Memory:
     @staticmethod
     def write(buffer, content):
         ctypes.memmove(buffer.address, content, buffer.size)
+
+
+class StoreNode(ServerProcess):
+    """A process that lends memory to a Mooncake pool, so that objects outlive the engines."""
+
+    def __init__(self, master, size):
+        port = free_ports(1)[0]
+        code = (
+            "import os, socket, sys, time\n"
+            "os.environ.update(MC_FORCE_TCP='1', MC_TCP_BIND_ADDRESS='127.0.0.1')\n"
+            "from mooncake.store import MooncakeDistributedStore\n"
+            "store = MooncakeDistributedStore()\n"
+            "code = store.setup('127.0.0.1', 'P2PHANDSHAKE', int(sys.argv[2]), 1 << 24, 'tcp', '',"
+            " sys.argv[1])\n"
+            "assert code == 0, code\n"
+            "ready = socket.create_server(('127.0.0.1', int(sys.argv[3])))\n"
+            "time.sleep(86400)\n"
+        )
+        super().__init__(
+            "store node", [sys.executable, "-c", code, master.address, str(size), str(port)], port
+        )

@@ -1,7 +1,7 @@
 """`kvpp doctor`: what would stop a server on this machine, each problem with the way out."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -62,21 +62,19 @@ def doctor(
     findings += found
     additional, found = _parse_json(additional_config, "--additional-config")
     findings += found
-    extra = transfer.get("kv_connector_extra_config")
-    extra = extra if isinstance(extra, Mapping) else {}
-    protocol = str(extra.get("protocol") or _DEFAULT_PROTOCOL)
     keys = [*_configuration(transfer, additional)]
     findings += keys
+    connectors = [] if _has_failure(keys) else _connectors(transfer)
     if _is_installed(findings):
         findings += probes.touchpoints()
-        if path is not None and not any(finding.state == "fail" for finding in keys):
+        if path is not None and not _has_failure(keys):
             arguments = [f"--tensor-parallel-size={tp}", *(serve_arguments or ())]
             findings += _deployment(path, arguments, additional, transfer)
-    host = _host(extra)
-    findings += probes.mooncake(host, protocol, needed=bool(transfer))
-    findings.append(probes.locked_memory(protocol))
-    findings += _network(transfer, extra, host, port or [], master, producer)
-    failed = any(finding.state == "fail" for finding in findings)
+    for host, protocol in dict.fromkeys(map(_endpoint, connectors)) or [_endpoint({})]:
+        findings += probes.mooncake(host, protocol, needed=bool(transfer))
+        findings.append(probes.locked_memory(protocol))
+    findings += _network(connectors, port or [], master, producer)
+    failed = _has_failure(findings)
     if as_json:
         print_json("doctor", {"ok": not failed, "findings": [asdict(f) for f in findings]})
     else:
@@ -90,11 +88,39 @@ def _is_installed(findings: "list[Finding]") -> bool:
     return not any(f.topic == "vLLM" and f.said == "not installed" for f in findings)
 
 
-def _host(extra: Mapping[str, Any]) -> str:
-    """Where this node's server would listen for its peers."""
+def _has_failure(findings: "Iterable[Finding]") -> bool:
+    return any(finding.state == "fail" for finding in findings)
+
+
+def _connectors(transfer: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The connector's configuration, or those inside a MultiConnector.
+
+    Raises:
+        ConfigError: a MultiConnector's children cannot be read.
+    """
+    from kvpp_connect.seam import multi
+
+    if not transfer:
+        return []
+    if not multi.is_multi(transfer.get("kv_connector"), transfer.get("kv_connector_module_path")):
+        return [transfer]
+    found = multi.children(transfer.get("kv_connector_extra_config"))
+    multi.check_children(found)
+    return [*found]
+
+
+def _extra(connector: Mapping[str, Any]) -> Mapping[str, Any]:
+    extra = connector.get("kv_connector_extra_config")
+    return extra if isinstance(extra, Mapping) else {}
+
+
+def _endpoint(connector: Mapping[str, Any]) -> tuple[str, str]:
+    """Where this node's server would listen for its peers, and the protocol of transfers."""
     from kvpp_connect.seam import checks
 
-    return str(extra.get("host") or "") or checks.host_address() or _DEFAULT_HOST
+    extra = _extra(connector)
+    host = str(extra.get("host") or "") or checks.host_address() or _DEFAULT_HOST
+    return host, str(extra.get("protocol") or _DEFAULT_PROTOCOL)
 
 
 def _parse_json(text: str, flag: str) -> "tuple[dict[str, Any], list[Finding]]":
@@ -125,7 +151,7 @@ def _configuration(
     if additional:
         checks.append(("additional config", lambda: parse_additional_config(additional)))
     if transfer:
-        checks.append(("connector config", lambda: _parse_connector(transfer)))
+        checks.append(("connector config", lambda: _parse_connectors(transfer)))
     for topic, check in checks:
         try:
             check()
@@ -135,25 +161,28 @@ def _configuration(
             yield Finding(topic=topic, state="ok", said="all keys known, all values fit")
 
 
-def _parse_connector(transfer: Mapping[str, Any]) -> None:
-    """A connector's extra config by its own parser.
+def _parse_connectors(transfer: Mapping[str, Any]) -> None:
+    """The extra config of each connector by its own parser.
 
     Raises:
         ConfigError: an unknown key or a wrong value, or no connector is named.
     """
-    from kvpp_connect.connectors.mooncake_v2.config import parse_extra_config
+    from kvpp_connect.connectors.ascend_store import config as pool
+    from kvpp_connect.connectors.mooncake_v2 import config as mooncake_v2
 
     parsers: dict[str, Callable[[Mapping[str, Any], str], object]] = {
-        "MooncakeConnectorV2": parse_extra_config,
+        "AscendStoreConnector": pool.parse_extra_config,
+        "MooncakeConnectorV2": mooncake_v2.parse_extra_config,
     }
-    name = transfer.get("kv_connector")
-    if not isinstance(name, str):
-        raise ConfigError(f"kv_connector is {name!r}; expected one of: {', '.join(parsers)}")
-    extra = transfer.get("kv_connector_extra_config", {})
-    if not isinstance(extra, Mapping):
-        raise ConfigError(f"kv_connector_extra_config of {name} is no object")
-    if name in parsers:
-        parsers[name](extra, str(transfer.get("kv_role") or "kv_both"))
+    for connector in _connectors(transfer):
+        name = connector.get("kv_connector")
+        if not isinstance(name, str):
+            raise ConfigError(f"kv_connector is {name!r}; expected one of: {', '.join(parsers)}")
+        extra = connector.get("kv_connector_extra_config", {})
+        if not isinstance(extra, Mapping):
+            raise ConfigError(f"kv_connector_extra_config of {name} is no object")
+        if name in parsers:
+            parsers[name](extra, str(connector.get("kv_role") or "kv_both"))
 
 
 def _deployment(
@@ -176,37 +205,42 @@ def _deployment(
 
 
 def _network(
-    transfer: Mapping[str, Any],
-    extra: Mapping[str, Any],
-    host: str,
-    ports: list[int],
-    master: str,
-    producer: str,
+    connectors: list[Mapping[str, Any]], ports: list[int], master: str, producer: str
 ) -> "Iterator[Finding]":
     from kvpp_connect.cli import probes
 
-    control_port = extra.get("control_port", 0)
-    produces = transfer.get("kv_role") in ("kv_producer", "kv_both")
-    if transfer:
+    for host in dict.fromkeys(_endpoint(connector)[0] for connector in connectors):
         yield probes.own_address(host)
-    if produces and isinstance(control_port, int) and 0 < control_port < 65536:
-        yield probes.port("control port", str(extra.get("bind_host") or host), control_port)
+    for connector in connectors:
+        extra = _extra(connector)
+        number = extra.get("control_port", 0)
+        produces = connector.get("kv_role") in ("kv_producer", "kv_both")
+        if produces and isinstance(number, int) and 0 < number < 65536:
+            host = str(extra.get("bind_host") or _endpoint(connector)[0])
+            yield probes.port("control port", host, number)
     for number in ports:
-        yield probes.port("port", host, number)
-    if master:
-        address = _address(master)
-        way_out = "start mooncake_master there, and let its port through firewalls"
-        yield (
-            probes.reachable("master", *address, way_out)
-            if address
-            else _no_address("master", master)
-        )
+        yield probes.port("port", _endpoint(connectors[0] if connectors else {})[0], number)
+    named = [str(_extra(connector).get("master_server_address") or "") for connector in connectors]
+    direct = [text for text in named if "://" not in text]  # the others are found in a registry
+    for text in dict.fromkeys(filter(None, (master, *direct))):
+        yield _master(text)
     if producer:
         address = _address(producer)
-        secret_file = str(extra.get("control_secret_file") or "")
+        files = (str(_extra(one).get("control_secret_file") or "") for one in connectors)
+        secret_file = next(filter(None, files), "")
         yield (
             probes.producer(*address, secret_file) if address else _no_address("producer", producer)
         )
+
+
+def _master(text: str) -> "Finding":
+    from kvpp_connect.cli import probes
+
+    address = _address(text)
+    if address is None:
+        return _no_address("master", text)
+    way_out = "start mooncake_master there, and let its port through firewalls"
+    return probes.reachable("master", *address, way_out)
 
 
 def _address(text: str) -> tuple[str, int] | None:

@@ -6,6 +6,7 @@ Besides this file only the pool's Mooncake store imports mooncake.
 import os
 from collections.abc import Sequence
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 from kvpp_connect.errors import ConfigError, PeerError
 
@@ -132,3 +133,29 @@ class MooncakeEngine:
                 f"reading {sum(lengths_bytes)} bytes in {len(lengths_bytes)} pieces from "
                 f"{session} failed (mooncake code {code})"
             )
+
+
+# This process's engines by host and protocol, each as long as somebody uses it. A store that was
+# given an engine holds on to the native one, so whoever closes first takes nothing from the others.
+_engines: WeakValueDictionary[tuple[str, str], MooncakeEngine] = WeakValueDictionary()
+
+
+def share_engine(host: str, protocol: str) -> MooncakeEngine:
+    """This process's engine at ``host``; it is started where there is none.
+
+    Memory is registered once with an engine, so its users register memory of their own only.
+
+    Raises:
+        ConfigError: mooncake is not installed, or does not start.
+    """
+    engine = _engines.get((host, protocol))
+    if engine is None:
+        engine = _engines[host, protocol] = MooncakeEngine(host, protocol)
+    return engine
+
+
+def find_engine(host: str, protocol: str = "") -> MooncakeEngine | None:
+    """The engine that somebody in this process uses at ``host``; no protocol stands for any."""
+    wanted = [protocol] if protocol else PROTOCOLS
+    found = (_engines.get((host, name)) for name in wanted)
+    return next((engine for engine in found if engine is not None), None)

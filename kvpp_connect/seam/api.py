@@ -22,8 +22,10 @@ from vllm.utils.network_utils import get_ip
 from vllm.v1.metrics.utils import create_metric_per_engine
 from vllm.v1.request import RequestStatus
 
+from kvpp_connect._log import get_logger
 from kvpp_connect.platforms.base import PLATFORMS, select_platform
 from kvpp_connect.seam.pool_guard import GuardedBlockPool
+from kvpp_connect.seam.retries import allow_second_loads
 
 if TYPE_CHECKING:
     # Types for the connectors, re-exported.
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
 
     from kvpp_connect.platforms.device import Device
 
+logger = get_logger(__name__)
+
 __all__ = [
     "KVCacheEvent",
     "KVConnectorBase_V1",
@@ -55,7 +59,9 @@ __all__ = [
     "PoolPins",
     "RequestStatus",
     "SupportsHMA",
+    "allow_second_loads",
     "create_metric_per_engine",
+    "expect_loads",
     "get_ip",
     "make_device",
     "register_connector",
@@ -115,6 +121,21 @@ def transfer_protocol(vllm_config: "VllmConfig") -> str:
     """Transfer protocol of the engine's device: RDMA where the platform table has no entry."""
     platform = PLATFORMS.get(vllm_config.device_config.device_type)
     return platform.transfer_protocol if platform else "rdma"
+
+
+def expect_loads(vllm_config: "VllmConfig", connector: str) -> None:
+    """Tell vLLM that a connector writes into blocks, whatever role the user gave the whole.
+
+    With several steps in flight vLLM keeps blocks that such a step may still write from being
+    handed out for a load, but only where the engine is a consumer.
+
+    Args:
+        connector: who loads, for the log.
+    """
+    whole = vllm_config.kv_transfer_config
+    if whole is not None and whole.kv_role == "kv_producer":
+        whole.kv_role = "kv_both"
+        logger.info("%s loads KV: the engine's kv_role is kv_both, not kv_producer", connector)
 
 
 def make_device(vllm_config: "VllmConfig") -> "Callable[[], Device] | None":

@@ -19,7 +19,7 @@ from kvpp_connect.errors import ConfigError, KvppError
 from kvpp_connect.planning.audit import Model
 from kvpp_connect.planning.checkpoint import CONFIG_NAME
 from kvpp_connect.planning.geometry import ParallelSizes, refusal
-from kvpp_connect.seam import ledger
+from kvpp_connect.seam import ledger, multi
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -196,18 +196,25 @@ def _engine_config(arguments: Sequence[str]) -> "VllmConfig":
 
 
 def _connector_problems(vllm_config: "VllmConfig") -> "Iterator[str]":
+    from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     transfer = vllm_config.kv_transfer_config
     if transfer is None or transfer.kv_connector is None:
         return
-    try:
-        KVConnectorFactory.get_connector_class(transfer)
-    except (ImportError, AttributeError, OSError, TypeError, ValueError) as error:
-        yield (
-            f"connector {transfer.kv_connector!r} does not load: {_first_reason(error)}; check "
-            "kv_connector and kv_connector_module_path"
-        )
+    wanted: list[KVTransferConfig | dict[str, Any]] = [transfer]
+    if multi.is_multi(transfer.kv_connector, transfer.kv_connector_module_path):
+        wanted += [dict(child) for child in multi.children(transfer.kv_connector_extra_config)]
+    for one in wanted:
+        name = one["kv_connector"] if isinstance(one, dict) else one.kv_connector
+        try:
+            made = KVTransferConfig(**one) if isinstance(one, dict) else one
+            KVConnectorFactory.get_connector_class(made)
+        except (ImportError, AttributeError, OSError, TypeError, ValueError) as error:
+            yield (
+                f"connector {name!r} does not load: {_first_reason(error)}; check kv_connector "
+                "and kv_connector_module_path"
+            )
 
 
 def _kvpp_problems(vllm_config: "VllmConfig", config: KvppConfig) -> list[str]:

@@ -12,7 +12,7 @@ from kvpp_connect._log import get_logger
 from kvpp_connect.config import KvppConfig, parse_additional_config
 from kvpp_connect.errors import ConfigError
 from kvpp_connect.platforms.base import select_platform
-from kvpp_connect.seam import ledger, settings
+from kvpp_connect.seam import ledger, multi, settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -36,9 +36,9 @@ def install_config_hook() -> None:
     @functools.wraps(original.__func__)
     def check_and_update_config(cls: "type[Platform]", vllm_config: "VllmConfig") -> None:
         config = parse_additional_config(vllm_config.additional_config)
-        check_connectors(vllm_config)
         chosen = vllm_config.parallel_config.worker_cls
         original.__func__(cls, vllm_config)
+        check_connectors(vllm_config)
         if config.enabled:
             enable(vllm_config, config, chosen)
 
@@ -54,21 +54,15 @@ def check_connectors(vllm_config: "VllmConfig") -> None:
     Raises:
         ConfigError: a setting of one of our connectors cannot work.
     """
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-
-    for transfer in _transfers(vllm_config):
-        path = transfer.kv_connector_module_path or ""
-        ours = path.startswith("kvpp_connect") or (
-            not path and transfer.kv_connector in settings.SUPPORTED_CONNECTORS
-        )
-        if not ours:
-            continue
-        try:
-            connector: Any = KVConnectorFactory.get_connector_class(transfer)
-        except (ValueError, ImportError, AttributeError):
-            continue
-        if connector.__module__.startswith("kvpp_connect."):
+    transfers = [*_transfers(vllm_config)]
+    if not any(_is_named_like_ours(transfer) for transfer in transfers):
+        return
+    for transfer in filter(_is_named_like_ours, transfers):
+        connector = _connector_class(transfer)
+        if connector is not None and connector.__module__.startswith("kvpp_connect."):
             connector.check_settings(vllm_config, transfer)
+    telling = [str(t.kv_connector) for t in transfers if _tells_of_workers(_connector_class(t))]
+    multi.check_handshakes(telling)
 
 
 def _transfers(vllm_config: "VllmConfig") -> "Iterator[KVTransferConfig]":
@@ -78,14 +72,52 @@ def _transfers(vllm_config: "VllmConfig") -> "Iterator[KVTransferConfig]":
     transfer = vllm_config.kv_transfer_config
     if transfer is None or transfer.kv_connector is None:
         return
-    if transfer.kv_connector != "MultiConnector":
+    if not multi.is_multi(transfer.kv_connector, transfer.kv_connector_module_path):
         yield transfer
         return
-    for child in transfer.kv_connector_extra_config.get("connectors", ()):
+    try:
+        children = multi.children(transfer.kv_connector_extra_config)
+    except ConfigError:
+        return
+    multi.check_children(children)
+    for child in children:
         try:
             yield KVTransferConfig(**child)
         except (TypeError, ValueError):
             continue
+
+
+def _is_named_like_ours(transfer: "KVTransferConfig") -> bool:
+    chosen = multi.Named(str(transfer.kv_connector), transfer.kv_connector_module_path or "")
+    return chosen.is_ours
+
+
+def _connector_class(transfer: "KVTransferConfig") -> Any | None:  # noqa: ANN401 - of any connector
+    """The class that vLLM would make; ``None`` where it would refuse."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    try:
+        return KVConnectorFactory.get_connector_class(transfer)
+    except (ValueError, ImportError, AttributeError):
+        return None
+
+
+def _tells_of_workers(connector: Any | None) -> bool:  # noqa: ANN401 - of any connector
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+    silent = KVConnectorBase_V1.get_handshake_metadata
+    return getattr(connector, "get_handshake_metadata", silent) is not silent
+
+
+def _check_names(vllm_config: "VllmConfig") -> None:
+    for transfer in _transfers(vllm_config):
+        connector = _connector_class(transfer)
+        if connector is not None and not connector.__module__.startswith("kvpp_connect."):
+            raise ConfigError(
+                f"enable_kvpp: connector {transfer.kv_connector!r} is the one of "
+                f"{connector.__module__}, which has taken the name. Set kv_connector_module_path "
+                f"to {multi.CONNECTOR_MODULE!r}"
+            )
 
 
 def enable(vllm_config: "VllmConfig", config: KvppConfig, chosen_worker: str) -> None:
@@ -100,6 +132,7 @@ def enable(vllm_config: "VllmConfig", config: KvppConfig, chosen_worker: str) ->
     """
     ledger.verify()
     settings.check_supported(vllm_config)
+    _check_names(vllm_config)
     platform = select_platform(vllm_config.device_config.device_type)
     if chosen_worker not in ("auto", platform.worker_cls, platform.kvpp_worker_cls):
         raise ConfigError(

@@ -257,6 +257,17 @@ LEDGER: tuple[Touchpoint, ...] = (
         why="connectors: where a request's blocks are",
     ),
     Touchpoint(
+        target="vllm.v1.core.sched.scheduler:Scheduler._update_waiting_for_remote_kv",
+        parameters=("self", "request"),
+        why="connectors: wrapped, so that a request whose load failed may load a second time",
+    ),
+    Touchpoint(
+        target="vllm.distributed.kv_transfer.kv_connector.v1.base:"
+        "KVConnectorBase_V1.get_handshake_metadata",
+        parameters=("self",),
+        why="connectors: who overrides it needs vLLM's only handshake for itself",
+    ),
+    Touchpoint(
         target="vllm.v1.core.kv_cache_utils:generate_block_hash_extra_keys",
         parameters=("request", "start_token_idx", "end_token_idx", "start_mm_idx"),
         why="connectors: what names a block beside its tokens: adapters, images, salts",

@@ -16,6 +16,7 @@ from kvpp_connect.layout import (
     running_obstacle,
     running_scratch,
 )
+from kvpp_connect.seam import multi
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,8 +27,6 @@ KVPP_SCHEDULERS = (
     "kvpp_connect.seam.scheduler.KvppAsyncScheduler",
 )
 _DRAFTS_ON_TARGET_CACHES = ("extract_hidden_states", "custom_class")
-SUPPORTED_CONNECTORS = ("AscendStoreConnector", "MooncakeConnectorV2")
-CONNECTOR_MODULE = "kvpp_connect.connectors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,15 +235,24 @@ def _known_connector(config: "VllmConfig") -> str | None:
     transfer = config.kv_transfer_config
     if transfer is None or transfer.kv_connector is None:
         return None
-    name, path = transfer.kv_connector, transfer.kv_connector_module_path
-    ours = path is None or path == CONNECTOR_MODULE or path.startswith(CONNECTOR_MODULE + ".")
-    if name in SUPPORTED_CONNECTORS and ours:
+    name, path = transfer.kv_connector, transfer.kv_connector_module_path or ""
+    chosen: tuple[multi.Named, ...] = (multi.Named(name, path),)
+    if multi.is_multi(name, path):
+        try:
+            chosen = multi.named_children(multi.children(transfer.kv_connector_extra_config))
+        except ConfigError as error:
+            return str(error)
+    stranger = next((connector for connector in chosen if not connector.is_ours), None)
+    if stranger is None:
         return None
+    of = f" of {stranger.path!r}" if stranger.path else ""
+    place = f" ({stranger.where})" if stranger.where else ""
+    way_out = "Remove it" if stranger.where else "Use one of these"
     return (
-        f"connector {name!r}{f' of {path!r}' if path else ''} does not know that most ranks hold "
-        "scratch instead of a layer's cache and would ship garbage. Use one of "
-        f"{', '.join(SUPPORTED_CONNECTORS)} with kv_connector_module_path {CONNECTOR_MODULE!r}, "
-        "or turn enable_kvpp off"
+        f"connector {stranger.name!r}{of}{place} does not know that most ranks hold scratch "
+        f"instead of a layer's cache and would ship garbage. {way_out} "
+        f"({', '.join(multi.SUPPORTED_CONNECTORS)} with kv_connector_module_path "
+        f"{multi.CONNECTOR_MODULE!r}), or turn enable_kvpp off"
     )
 
 

@@ -14,6 +14,14 @@ from kvpp_connect.connectors.mooncake_v2.secret import load_keys
 from kvpp_connect.seam import checks
 
 CONNECTOR = {"kv_connector": "MooncakeConnectorV2", "kv_role": "kv_producer"}
+POOL = {"kv_connector": "AscendStoreConnector", "kv_role": "kv_both"}
+
+
+def multi(*children):
+    extra = {"connectors": children}
+    return json.dumps(
+        {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+    )
 
 
 @pytest.fixture
@@ -120,6 +128,14 @@ def test_every_problem_of_the_deployment_is_listed(doctor, machine, tmp_path):
             "is no object",
         ),
         ("--kv-transfer-config", '{"kv_role": "kv_both"}', "kv_connector is None"),
+        (
+            "--kv-transfer-config",
+            multi({**CONNECTOR, "kv_connector_extra_config": {"lease": 5}}),
+            "unknown key 'lease'; did you mean 'lease_s'?",
+        ),
+        ("--kv-transfer-config", multi(CONNECTOR, POOL), "master_server_address"),
+        ("--kv-transfer-config", multi(CONNECTOR, CONNECTOR), "MooncakeConnectorV2 2 times"),
+        ("--kv-transfer-config", multi(), "expected a list with one object per connector"),
     ],
 )
 def test_our_own_keys_are_checked_by_the_servers_parsers(
@@ -166,6 +182,15 @@ def test_a_producers_control_port_must_be_free_on_its_host(doctor):
     assert [topic for topic, _, _ in findings(doctor("--kv-transfer-config", config))] == ["host"]
     consumer = json.dumps({**json.loads(config), "kv_role": "kv_consumer"})
     assert "no meaning" in findings(doctor("--kv-transfer-config", consumer))[0][1]
+
+
+def test_each_child_of_a_multi_connector_is_looked_at(doctor, free_port):
+    p = {**CONNECTOR, "kv_connector_extra_config": {"control_port": 7000, "host": "192.0.2.1"}}
+    pool = {**POOL, "kv_connector_extra_config": {"master_server_address": f"[::1]:{free_port}"}}
+    found = findings(doctor("--kv-transfer-config", multi(p, pool)))
+    assert [topic for topic, _, _ in found] == ["host", "control port", "master"]
+    registry = {**POOL, "kv_connector_extra_config": {"master_server_address": "etcd://one:1"}}
+    assert findings(doctor("--kv-transfer-config", multi(registry))) == []
 
 
 def test_a_prefill_node_is_asked_for_its_manifest(doctor):

@@ -117,3 +117,42 @@ def test_right_settings_and_other_connectors_are_left_alone():
         print("nowhere" in said(**ours, kv_connector_module_path="nowhere.at_all"))
     """)
     )[-4:] == ["accepted", "accepted", "False", "True"]
+
+
+def test_what_a_multi_connector_would_ignore_or_mix_up_is_refused():
+    assert run(
+        textwrap.dedent(OURS)
+        + textwrap.dedent("""
+        def multi(*children, **whole):
+            extra = {"connectors": list(children)}
+            given = {"kv_connector": "MultiConnector", "kv_role": "kv_both", **whole}
+            return said(kv_connector_extra_config=extra, **given)
+
+        example = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
+        print(multi(ours, example))
+        print("connectors[0].engine_id" in multi(ours | {"engine_id": "mine"}, example))
+        print("connectors[1].kv_load_failure_policy" in multi(
+            ours, example | {"kv_load_failure_policy": "recompute"}))
+        print("connectors[0] has no kv_role" in multi({"kv_connector": "MooncakeConnectorV2"}))
+        print("MooncakeConnectorV2 2 times" in multi(ours, ours))
+        print("NixlConnector and MooncakeConnectorV2 each" in multi(
+            example | {"kv_connector": "NixlConnector"}, ours))
+        # Without one of ours all is vLLM's business.
+        print("2 times" in multi(example, example))
+    """)
+    )[-7:] == ["accepted", *["True"] * 5, "False"]
+
+
+def test_vllm_learns_that_a_child_loads_whatever_the_role_of_the_whole():
+    assert run(
+        textwrap.dedent(OURS)
+        + textwrap.dedent("""
+        def role(child):
+            extra = {"connectors": [{"kv_connector": "MooncakeConnectorV2", "kv_role": child}]}
+            whole = KVTransferConfig(kv_connector="MultiConnector", kv_role="kv_producer",
+                                     kv_connector_extra_config=extra)
+            return VllmConfig(kv_transfer_config=whole).kv_transfer_config.kv_role
+
+        print(role("kv_consumer"), role("kv_producer"))
+    """)
+    )[-2:] == ["kv_both", "kv_producer"]

@@ -28,6 +28,18 @@ def connector(name, path=OURS):
     return SimpleNamespace(kv_connector=name, kv_connector_module_path=path)
 
 
+def multi(*names, path=None):
+    children = [{"kv_connector": name, "kv_role": "kv_both"} for name in names]
+    return SimpleNamespace(
+        kv_connector="MultiConnector",
+        kv_connector_module_path=path,
+        kv_connector_extra_config={"connectors": children} if names else {},
+    )
+
+
+OWN = ("MooncakeConnectorV2", "AscendStoreConnector")
+
+
 def speculation(method="mtp", *, dynamic=False):
     return SimpleNamespace(method=method, uses_dynamic_speculative_decoding=lambda: dynamic)
 
@@ -74,6 +86,8 @@ def test_a_supported_deployment_passes():
     check_supported(deployment())
     check_supported(deployment(parallel_config__prefill_context_parallel_size=2))
     check_supported(deployment(kv_transfer_config=connector("MooncakeConnectorV2")))
+    check_supported(deployment(kv_transfer_config=multi(*OWN)))
+    check_supported(deployment(kv_transfer_config=multi(*reversed(OWN))))
     check_supported(deployment(compilation_config__cudagraph_mode=CUDAGraphMode.PIECEWISE))
     check_supported(deployment(speculative_config=speculation()))
 
@@ -117,7 +131,16 @@ def test_a_supported_deployment_passes():
             {"kv_transfer_config": connector("MooncakeConnectorV2", "vllm_ascend.distributed")},
             "'MooncakeConnectorV2' of 'vllm_ascend.distributed'",
         ),
-        ({"kv_transfer_config": connector("MultiConnector", None)}, "'MultiConnector'"),
+        ({"kv_transfer_config": multi()}, "connectors of MultiConnector is None.*one object"),
+        (
+            {"kv_transfer_config": multi(*OWN, "ExampleConnector")},
+            r"'ExampleConnector' .*connectors\[2\].*garbage. Remove it",
+        ),
+        (
+            {"kv_transfer_config": multi(*OWN, path="elsewhere")},
+            "'MultiConnector' of 'elsewhere'.*Use one of these",
+        ),
+        ({"kv_transfer_config": multi("MultiConnector")}, "'MultiConnector' .*connectors.0."),
     ],
 )
 def test_what_is_not_supported_is_refused_with_the_way_out(changes, message):

@@ -73,7 +73,7 @@ def parse_extra_config(extra: Mapping[str, Any], kv_role: str = "kv_both") -> Po
             other, or a store's configuration that cannot be read.
     """
     backend = extra.get("backend", "mooncake")
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise ConfigError(f"{_WHERE}.backend is {backend!r}; expected one of {', '.join(BACKENDS)}")
     store_keys = BACKENDS[backend].plain_keys
     where = f"{_WHERE} of AscendStoreConnector with backend {backend}"

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvpp_connect._log import get_logger
-from kvpp_connect.connectors.ascend_store.backends.create import create_store
+from kvpp_connect.connectors.ascend_store.backends.create import create_store, engine_to_share
 from kvpp_connect.connectors.ascend_store.config import PoolConfig, parse_extra_config
 from kvpp_connect.connectors.ascend_store.health import StoreHealth
 from kvpp_connect.connectors.ascend_store.identity import model_identity
@@ -24,11 +24,14 @@ from kvpp_connect.seam.api import (
     KVConnectorWorkerMetadata,
     PoolPins,
     SupportsHMA,
+    allow_second_loads,
+    expect_loads,
     get_ip,
     make_device,
+    transfer_protocol,
 )
 from kvpp_connect.seam.groups import gather_in_group, group_info, token_shard
-from kvpp_connect.seam.runtime import active_placement
+from kvpp_connect.seam.runtime import active_placement, set_bundle_gate
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -91,12 +94,20 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerSide | None = None
         host = config.host or get_ip()
         if role == KVConnectorRole.SCHEDULER:
+            allow_second_loads()
             self._scheduler = self._scheduler_side(vllm_config, config, host)
         else:
             self._worker = WorkerSide(
                 config=config,
                 shape=self._shape,
-                open_store=lambda: create_store(config.store, host=host, segment=True),
+                open_store=lambda: create_store(
+                    config.store,
+                    host=host,
+                    segment=True,
+                    protocol=transfer_protocol(vllm_config),
+                    # All connectors of a process are made before their caches are registered.
+                    engine=engine_to_share(config.store, host),
+                ),
                 make_device=make_device(vllm_config),
             )
 
@@ -104,7 +115,9 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: "VllmConfig", config: PoolConfig, host: str
     ) -> SchedulerSide:
         parallel = vllm_config.parallel_config
-        store = create_store(config.store, host=host, segment=False)
+        store = create_store(
+            config.store, host=host, segment=False, protocol=transfer_protocol(vllm_config)
+        )
         events = vllm_config.kv_events_config
         return SchedulerSide(
             config=config,
@@ -128,6 +141,8 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         """
         config = parse_extra_config(transfer.kv_connector_extra_config, str(transfer.kv_role))
         _check_engine(vllm_config, config)
+        if config.loads:
+            expect_loads(vllm_config, "AscendStoreConnector")
         whole = vllm_config.kv_transfer_config
         if whole is not None and config.loads and whole.kv_load_failure_policy == "fail":
             # vLLM's default. To a pool a block that is gone is everyday life.
@@ -221,6 +236,7 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 gather=gather_in_group,
                 placement=active_placement(),
                 tokens=token_shard(run) if run else TokenShard(),
+                set_gate=set_bundle_gate,
             ),
         )
 
@@ -229,7 +245,8 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.start_loads(self._orders())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: what a forward reads is loaded before it."""
+        assert self._worker is not None
+        self._worker.wait_for_layer(layer_name)
 
     def save_kv_layer(
         self,

@@ -34,7 +34,7 @@ class PutLedger:
         """Args: world_size: ranks of the engine; each reports every job."""
         self._world_size = world_size
         self._jobs: dict[int, _Job] = {}
-        self._next = 0
+        self.next_job = 0
         self._pins: BlockPins | None = None
         self.pinned_blocks = 0
 
@@ -50,7 +50,7 @@ class PutLedger:
         assert self._pins is not None, "vLLM binds the block pool before the first request"
         self._pins.pin(blocks.block_ids)
         self.pinned_blocks += len(blocks)
-        job, self._next = self._next, self._next + 1
+        job, self.next_job = self.next_job, self.next_job + 1
         self._jobs[job] = _Job(blocks)
         return PutOrder(job=job, blocks=blocks)
 

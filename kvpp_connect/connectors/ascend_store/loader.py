@@ -7,8 +7,11 @@ result is the place of the first block that failed.
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -33,11 +36,10 @@ GIVEN_UP_READ_S = 30.0
 """Seconds for which a store may write the target of a read that it reported as failed. Mooncake
 over TCP goes on for up to 20 (connectors/mooncake_engine.py)."""
 
-_CAUSES = {
-    GetOutcome.MISSING: PoolFailure.MISSING,
-    GetOutcome.SHORT: PoolFailure.DAMAGED,
-    GetOutcome.FAILED: PoolFailure.READ,
-}
+
+class _LoadBatch(Protocol):
+    @property
+    def start(self) -> int: ...
 
 
 class Load:
@@ -51,7 +53,7 @@ class Load:
         self.lock = threading.Lock()
         self.ended = threading.Event()
         self.first_bad = len(order.blocks)
-        self._open: set[Batch] = set()
+        self._open: set[_LoadBatch] = set()
         self._closed = False
 
     @property
@@ -59,12 +61,12 @@ class Load:
         """Whether the result stands; nothing may be written for this load any more."""
         return self._closed
 
-    def begin(self, batches: Sequence[Batch]) -> None:
+    def begin(self, batches: Iterable[_LoadBatch]) -> None:
         """Say what there is to do."""
         self._open = set(batches)
         self._close_if_done()
 
-    def end_batch(self, batch: Batch, first_bad: int | None) -> None:
+    def end_batch(self, batch: _LoadBatch, first_bad: int | None) -> None:
         """A batch is through; ``first_bad`` is the place of its first failed block."""
         with self.lock:
             if self._closed:
@@ -90,41 +92,105 @@ class Load:
             self.ended.set()
 
 
-class Loader:
-    """Carries loads out with a few threads."""
+@dataclass(slots=True)
+class SlotLease:
+    """A staging slot in use. ``is_clean``: nobody writes into it any more."""
 
-    def __init__(
-        self,
-        *,
-        store: PoolStore,
-        shards: Sequence[ShardCaches],
-        copier: BlockCopier,
-        staging: Staging,
-        health: StoreHealth,
-        counters: PoolCounters,
-        timeout_s: float,
-        verify: bool,
-        threads: int = 2,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    slot: Slot
+    is_clean: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class LoadTools:
+    """What loads are made with, whole objects or layers of them. Thread-safe."""
+
+    store: PoolStore
+    copier: BlockCopier
+    staging: Staging
+    health: StoreHealth
+    counters: PoolCounters
+    timeout_s: float
+    verify: bool
+    clock: Callable[[], float] = time.monotonic
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _lost: set[bytes] = field(default_factory=set[bytes])
+
+    @contextmanager
+    def slot(self, load: Load, objects: int) -> Iterator[SlotLease | None]:
+        """A staging slot for a batch; ``None`` where the store is left alone or none is free."""
+        if not self.health.may_use():
+            self.counters.failed(PoolFailure.UNREACHABLE, objects)
+            yield None
+            return
+        slot = self.staging.take(max(0.0, load.deadline - self.clock()))
+        if slot is None:
+            self.counters.failed(PoolFailure.LATE, objects)
+            yield None
+            return
+        lease = SlotLease(slot)
+        try:
+            yield lease
+        finally:
+            self.staging.give_back(slot, 0.0 if lease.is_clean else GIVEN_UP_READ_S)
+
+    def give_up(self, load: Load, cause: PoolFailure = PoolFailure.LATE) -> None:
+        """End a load now."""
+        if left := load.close():
+            self.counters.failed(cause, left)
+            if cause is PoolFailure.LATE:
+                self.health.failed(f"a load took longer than {self.timeout_s:g} s")
+
+    def count_good(
+        self, outcomes: Sequence[GetOutcome], keys: Sequence[str], hashes: Sequence[bytes]
+    ) -> int:
+        """Number of first objects that were read; what became of the others is counted."""
+        for outcome, key, block in zip(outcomes, keys, hashes, strict=True):
+            if outcome is GetOutcome.SHORT:
+                self.drop_damaged(key, block)
+            elif outcome is GetOutcome.MISSING:
+                self.counters.failed(PoolFailure.MISSING)
+                self._note_lost(block)
+            elif outcome is GetOutcome.FAILED:
+                self.counters.failed(PoolFailure.READ)
+        return next(
+            (i for i, outcome in enumerate(outcomes) if outcome is not GetOutcome.READ),
+            len(outcomes),
+        )
+
+    def drop_damaged(self, key: str, block: bytes) -> None:
+        """Remove an object that is not what was stored: else it is found, and fails, for ever."""
+        logger.warning("KV pool: object %s is damaged, removing it", key)
+        self.counters.failed(PoolFailure.DAMAGED)
+        self._note_lost(block)
+        try:
+            self.store.remove_prefix(key)
+        except StoreError as error:
+            self.health.failed(error)
+
+    def take_lost(self) -> set[bytes]:
+        """Blocks that were not there, or damaged, since the last call."""
+        with self._lock:
+            lost, self._lost = self._lost, set()
+        return lost
+
+    def _note_lost(self, block: bytes) -> None:
+        with self._lock:
+            self._lost.add(block)
+
+
+class Loader:
+    """Loads whole objects with a few threads."""
+
+    def __init__(self, tools: LoadTools, shards: Sequence[ShardCaches], threads: int = 2) -> None:
         """Args: shards: all whose caches this rank holds."""
-        self._store = store
+        self._tools = tools
         self._shards = shards
-        self._copier = copier
-        self._staging = staging
-        self._health = health
-        self._counters = counters
-        self._timeout_s = timeout_s
-        self._verify = verify
-        self._clock = clock
-        self._rows = staging.rows_for([caches.object_bytes for caches in shards])
+        self._rows = tools.staging.rows_for([caches.object_bytes for caches in shards])
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kvpp-pool-load")
-        self._lock = threading.Lock()
-        self._lost: set[bytes] = set()
 
     def begin(self, order: LoadOrder, scope: str) -> Load:
         """Begin a load; see :class:`Load` for its end."""
-        load = Load(order, scope, self._clock() + self._timeout_s)
+        load = Load(order, scope, self._tools.clock() + self._tools.timeout_s)
         batches = cut_batches(self._shards, len(order.blocks), self._rows)
         load.begin(batches)
         for batch in batches:
@@ -133,27 +199,14 @@ class Loader:
 
     def is_due(self, load: Load) -> bool:
         """Whether a load has ended, if need be because its time is over."""
-        if not load.is_closed and self._clock() >= load.deadline:
-            self.give_up(load)
+        if not load.is_closed and self._tools.clock() >= load.deadline:
+            self._tools.give_up(load)
         return load.is_closed
-
-    def give_up(self, load: Load, cause: PoolFailure = PoolFailure.LATE) -> None:
-        """End a load now."""
-        if left := load.close():
-            self._counters.failed(cause, left)
-            if cause is PoolFailure.LATE:
-                self._health.failed(f"a load took longer than {self._timeout_s:g} s")
 
     def wait(self, load: Load) -> None:
         """Wait for a load's end, which comes in time."""
-        if not load.ended.wait(max(0.0, load.deadline - self._clock())):
-            self.give_up(load)
-
-    def take_lost(self) -> set[bytes]:
-        """Blocks that were not there, or damaged, since the last call."""
-        with self._lock:
-            lost, self._lost = self._lost, set()
-        return lost
+        if not load.ended.wait(max(0.0, load.deadline - self._tools.clock())):
+            self._tools.give_up(load)
 
     def close(self) -> None:
         """Stop after the calls under way."""
@@ -166,79 +219,47 @@ class Loader:
             if not load.is_closed and batch.start < load.first_bad:
                 first_bad = self._load_batch(load, batch)
         except StoreError as error:
-            self._health.failed(error)
-            self._counters.failed(PoolFailure.UNREACHABLE, batch.end - batch.start)
+            self._tools.health.failed(error)
+            self._tools.counters.failed(PoolFailure.UNREACHABLE, batch.end - batch.start)
         except Exception:
             logger.exception("KV pool: loading failed")
-            self._counters.failed(PoolFailure.READ, batch.end - batch.start)
+            self._tools.counters.failed(PoolFailure.READ, batch.end - batch.start)
         finally:
             load.end_batch(batch, first_bad)
 
     def _load_batch(self, load: Load, batch: Batch) -> int | None:
         """Load a batch; answer the place of its first failed block."""
-        if not self._health.may_use():
-            self._counters.failed(PoolFailure.UNREACHABLE, batch.end - batch.start)
-            return batch.start
-        slot = self._staging.take(max(0.0, load.deadline - self._clock()))
-        if slot is None:
-            self._counters.failed(PoolFailure.LATE, batch.end - batch.start)
-            return batch.start
-        held_s = GIVEN_UP_READ_S
-        try:
-            outcomes, good = self._fetch(load, batch, slot)
-            if GetOutcome.FAILED not in outcomes:
-                held_s = 0.0
-        finally:
-            self._staging.give_back(slot, held_s)
-        return None if good == len(outcomes) else batch.start + good
+        tools, caches, blocks = self._tools, batch.caches, load.order.blocks
+        with tools.slot(load, batch.end - batch.start) as lease:
+            if lease is None:
+                return batch.start
+            hashes = blocks.hashes[batch.start : batch.end]
+            keys = [object_key(load.scope, caches.shard.name, block) for block in hashes]
+            rows = lease.slot.rows(len(keys), caches.object_bytes)
+            begin = tools.clock()
+            outcomes = tools.store.get(keys, row_buffers(rows))
+            seconds = tools.clock() - begin
+            tools.health.worked()
+            lease.is_clean = GetOutcome.FAILED not in outcomes
+            good = tools.count_good(outcomes, keys, hashes)
+            if tools.verify:
+                good = self._count_intact(rows[:good], keys, hashes)
+            with load.lock:
+                if good and not load.is_closed:
+                    ids = blocks.block_ids[batch.start : batch.start + good]
+                    tools.copier.scatter(rows[:good], caches.caches, ids)
+                    tools.counters.add(
+                        load_objects=good,
+                        load_bytes=good * caches.shard.payload_bytes,
+                        load_seconds=seconds,
+                    )
+        return None if good == len(keys) else batch.start + good
 
-    def _fetch(self, load: Load, batch: Batch, slot: Slot) -> tuple[list[GetOutcome], int]:
-        """Read objects and copy the good ones; answer what became of each, and how many."""
-        caches, blocks = batch.caches, load.order.blocks
-        hashes = blocks.hashes[batch.start : batch.end]
-        keys = [object_key(load.scope, caches.shard.name, block) for block in hashes]
-        rows = slot.rows(len(keys), caches.object_bytes)
-        begin = self._clock()
-        outcomes = self._store.get(keys, row_buffers(rows))
-        seconds = self._clock() - begin
-        self._health.worked()
-        if self._verify:
-            outcomes = self._check(rows, keys, outcomes)
-        good = next(
-            (i for i, outcome in enumerate(outcomes) if outcome is not GetOutcome.READ), len(keys)
-        )
-        self._note_failures(outcomes, hashes)
-        with load.lock:
-            if good and not load.is_closed:
-                ids = blocks.block_ids[batch.start : batch.start + good]
-                self._copier.scatter(rows[:good], caches.caches, ids)
-                self._counters.add(
-                    load_objects=good,
-                    load_bytes=good * caches.shard.payload_bytes,
-                    load_seconds=seconds,
-                )
-        return outcomes, good
-
-    def _check(
-        self, rows: torch.Tensor, keys: Sequence[str], outcomes: Sequence[GetOutcome]
-    ) -> list[GetOutcome]:
-        checked = list(outcomes)
-        table = row_array(rows)
-        for i, outcome in enumerate(outcomes):
-            if outcome is GetOutcome.READ and not is_intact(table[i], keys[i]):
-                checked[i] = GetOutcome.SHORT
-        for i, outcome in enumerate(checked):
-            if outcome is GetOutcome.SHORT:
-                # It would be found, and fail, again and again.
-                logger.warning("KV pool: object %s is damaged, removing it", keys[i])
-                self._store.remove_prefix(keys[i])
-        return checked
-
-    def _note_failures(self, outcomes: Sequence[GetOutcome], hashes: Sequence[bytes]) -> None:
-        for outcome, block in zip(outcomes, hashes, strict=True):
-            if outcome is GetOutcome.READ:
-                continue
-            self._counters.failed(_CAUSES[outcome])
-            if outcome is not GetOutcome.FAILED:
-                with self._lock:
-                    self._lost.add(block)
+    def _count_intact(
+        self, rows: torch.Tensor, keys: Sequence[str], hashes: Sequence[bytes]
+    ) -> int:
+        for i, row in enumerate(row_array(rows)):
+            if not is_intact(row, keys[i]):
+                self._tools.drop_damaged(keys[i], hashes[i])
+                return i
+        return len(rows)

@@ -43,8 +43,11 @@ class _Tracked:
     pooled: int = 0  # its first blocks that are in the pool or on the way there
     lookup: "Lookup | None" = None
     local_blocks: int = 0  # vLLM's own hit, when it was last asked for
-    loading: bool = False
+    loading: frozenset[int] = frozenset()  # blocks that a load in the background writes
+    may_load: bool = True
+    admitted: bool = False  # it has had blocks: another connector's load, if any, has ended
     may_store: bool = True
+    tail_stored: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +98,7 @@ class SchedulerSide:
         self._lookups = lookups
         self._clock = clock
         self._events = PoolEvents() if emits_events else None
+        self._first_told = 0  # put jobs before it stored what a reset has made useless
         self._stages: dict[int, StageShards] = {}
         self._scope = ""
         self._pins: PoolPins | None = None
@@ -103,7 +107,8 @@ class SchedulerSide:
         self._loads: list[LoadOrder] = []
         self._cancelled: set[str] = set()
         self._unconfirmed: list[PutOrder] = []
-        self._in_step: dict[str, Sequence[int]] = {}  # blocks of the step that loads what it reads
+        # Of the step that loads what it reads: each request's blocks, and ``pooled`` before it.
+        self._in_step: dict[str, tuple[Sequence[int], int]] = {}
         self._counts: dict[str, float] = {}
 
     def bind_pool(self, pins: "PoolPins") -> None:
@@ -125,7 +130,7 @@ class SchedulerSide:
             ),
         )
         self._requests[request.request_id] = tracked
-        if self._wants_load(request):
+        if self._wants_load(tracked):
             self._ask(tracked)
 
     def matched_tokens(self, request: "Request", computed_tokens: int) -> tuple[int | None, bool]:
@@ -134,31 +139,38 @@ class SchedulerSide:
         ``None``: not known yet, ask again.
         """
         tracked = self._requests.get(request.request_id)
-        if tracked is None or not self._wants_load(request):
+        if tracked is None or not self._wants_load(tracked):
             return 0, False
         if (blocks := self._answer(tracked)) is None:
             return None, False
         tracked.local_blocks = computed_tokens // self._shape.block_tokens
-        tokens = max(0, blocks - tracked.local_blocks) * self._shape.block_tokens
+        # The last token is computed in any case.
+        pooled = min(blocks * self._shape.block_tokens, request.num_tokens - 1)
+        tokens = max(0, pooled - tracked.local_blocks * self._shape.block_tokens)
         return tokens, tokens > 0 and self._config.load_mode == "async"
 
     def allocated(self, request: "Request", block_ids: Sequence[int], tokens: int) -> None:
         """The request has its blocks; ``tokens`` of it are to be loaded."""
         tracked = self._requests.get(request.request_id)
-        if tracked is None or tracked.lookup is None:
+        if tracked is None:
+            return
+        tracked.admitted = True
+        if tracked.lookup is None:
             return
         lookup, tracked.lookup = tracked.lookup, None
-        tracked.pooled = max(tracked.pooled, lookup.blocks or 0)
+        full = request.num_tokens // self._shape.block_tokens
+        tracked.pooled = max(tracked.pooled, min(lookup.blocks or 0, full))
         if not tokens:
             return
         first = tracked.local_blocks
-        end = first + tokens // self._shape.block_tokens
+        end = first - -tokens // self._shape.block_tokens  # rounded up
         in_step = self._config.load_mode != "async"
-        tracked.loading = not in_step
+        if not in_step:
+            tracked.loading = frozenset(block_ids[first:end])
         self._loads.append(
             LoadOrder(
                 request_id=request.request_id,
-                blocks=block_list(tracked.chain.hashes[first:end], block_ids[first:end]),
+                blocks=block_list(lookup.hashes[first:end], block_ids[first:end]),
                 in_step=in_step,
             )
         )
@@ -174,13 +186,15 @@ class SchedulerSide:
         if tracked.loading:
             self._cancelled.add(request.request_id)
 
-    def _wants_load(self, request: "Request") -> bool:
-        params = request.kv_transfer_params or {}
-        # A prefill node has the whole prompt.
+    def _wants_load(self, tracked: _Tracked) -> bool:
+        params = tracked.request.kv_transfer_params or {}
+        # A prefill node has the whole prompt, and comes first; the pool helps where it fails.
+        elsewhere = params.get("do_remote_prefill") and not tracked.admitted
         return (
             self._config.loads
-            and not params.get("do_remote_prefill")
-            and not request.skip_reading_prefix_cache
+            and tracked.may_load
+            and not elsewhere
+            and not tracked.request.skip_reading_prefix_cache
         )
 
     # Look-ups
@@ -188,11 +202,15 @@ class SchedulerSide:
     def _ask(self, tracked: _Tracked) -> None:
         if not self._scope:
             return
-        # The last token is computed in any case.
-        tokens = tracked.request.all_token_ids[: tracked.request.num_tokens - 1]
-        tracked.chain.extend(tokens)
-        wanted = len(tokens) // self._shape.block_tokens
-        tracked.lookup = self._lookups.ask(self._scope, tracked.chain.hashes[:wanted])
+        tokens = tracked.request.all_token_ids
+        if self._config.keep_partial:
+            tail = tracked.chain.tail(tokens)
+            wanted = [*tracked.chain.hashes, *((tail,) if tail else ())]
+        else:
+            # Whole blocks, without the one whose last token has to be computed.
+            tracked.chain.extend(tokens)
+            wanted = tracked.chain.hashes[: (len(tokens) - 1) // self._shape.block_tokens]
+        tracked.lookup = self._lookups.ask(self._scope, wanted)
 
     def _answer(self, tracked: _Tracked) -> int | None:
         """The number of first blocks in the pool; ``None``: not known yet."""
@@ -218,17 +236,23 @@ class SchedulerSide:
         # What is computed from KV that may turn out not to have been loaded is not stored before
         # that is known.
         waits = step.has_sync_loads and self._shape.ordered_steps
+        self._in_step = self._note_step(step) if waits else {}
         if blocks := self._storable(step) if waits or not step.has_sync_loads else None:
             order = self._ledger.open(blocks)
             (self._unconfirmed if waits else puts).append(order)
-        self._in_step = (
-            {request_id: list(step.block_ids(request_id)) for request_id in step.scheduled}
-            if waits
-            else {}
-        )
         loads, self._loads = tuple(self._loads), []
         cancelled, self._cancelled = frozenset(self._cancelled), set()
         return PoolOrders(scope=self._scope, loads=loads, puts=tuple(puts), cancelled=cancelled)
+
+    def _note_step(self, step: Step) -> dict[str, tuple[Sequence[int], int]]:
+        noted: dict[str, tuple[Sequence[int], int]] = {}
+        for request_id in step.scheduled:
+            tracked = self._requests.get(request_id)
+            noted[request_id] = (
+                list(step.block_ids(request_id)),
+                tracked.pooled if tracked is not None else 0,
+            )
+        return noted
 
     def _storable(self, step: Step) -> BlockList | None:
         """Blocks that are full and computed after the coming step, and not in the pool yet."""
@@ -242,6 +266,9 @@ class SchedulerSide:
             tracked = self._requests.get(request_id)
             if tracked is None or not tracked.may_store:
                 continue
+            if (tail := self._storable_tail(tracked, scheduled)) and len(hashes) < room:
+                hashes.append(tail)
+                block_ids.append(step.block_ids(request_id)[self._full_prompt_blocks(tracked)])
             request = tracked.request
             # Tokens beyond num_tokens are drafts, or not known yet.
             computed = min(request.num_tokens, request.num_computed_tokens + scheduled)
@@ -255,6 +282,20 @@ class SchedulerSide:
             block_ids += step.block_ids(request_id)[first:end]
             tracked.pooled = end
         return block_list(hashes, block_ids) if hashes else None
+
+    def _storable_tail(self, tracked: _Tracked, scheduled: int) -> bytes | None:
+        """Name of the prompt's tokens behind its last full block, once, when they are computed."""
+        request = tracked.request
+        computed = request.num_computed_tokens + scheduled
+        if not self._config.keep_partial or computed < request.num_prompt_tokens:
+            return None
+        if tracked.tail_stored:
+            return None
+        tracked.tail_stored = True
+        return tracked.chain.tail(request.all_token_ids[: request.num_prompt_tokens])
+
+    def _full_prompt_blocks(self, tracked: _Tracked) -> int:
+        return tracked.request.num_prompt_tokens // self._shape.block_tokens
 
     def take_in(
         self,
@@ -270,10 +311,13 @@ class SchedulerSide:
         """
         if report is not None and report.lost:
             self._take_lost(report.lost)
+        invalid = set(invalid_block_ids)
+        for tracked in self._requests.values() if invalid else ():
+            # What the look-up sees and a load cannot read would be loaded again and again.
+            tracked.may_load &= invalid.isdisjoint(tracked.loading)
         for request_id in received:
             if tracked := self._requests.get(request_id):
-                tracked.loading = False
-        invalid = set(invalid_block_ids)
+                tracked.loading = frozenset()
         if invalid and self._in_step:
             self._forget_computed(invalid)
         self._in_step = {}
@@ -284,7 +328,7 @@ class SchedulerSide:
         for ended in self._ledger.take_in(report.puts):
             self._count("pool_stored_blocks", len(ended.stored))
             self._count("pool_unstored_blocks", len(ended.failed))
-            if self._events is not None:
+            if self._events is not None and ended.job >= self._first_told:
                 self._events.stored(ended.stored)
                 self._events.failed(ended.failed)
 
@@ -300,20 +344,22 @@ class SchedulerSide:
     def _forget_computed(self, invalid: set[int]) -> None:
         """A step read blocks that were not loaded: nothing that it computed from them is kept."""
         assert self._pins is not None, "a step has run"
+        self._drop_unconfirmed()
+        for request_id, (block_ids, pooled) in self._in_step.items():
+            first = next((i for i, block in enumerate(block_ids) if block in invalid), None)
+            if first is not None:
+                # Until it is computed anew no other request may find it.
+                self._pins.forget(block_ids[first:])
+                pooled = min(pooled, first)
+            if tracked := self._requests.get(request_id):
+                tracked.pooled = min(tracked.pooled, pooled)
+
+    def _drop_unconfirmed(self) -> None:
         for order in self._unconfirmed:
             if self._events is not None:
                 self._events.failed(order.blocks.hashes)
             self._ledger.drop(order.job)
         self._unconfirmed = []
-        for request_id, block_ids in self._in_step.items():
-            tracked = self._requests.get(request_id)
-            first = next((i for i, block in enumerate(block_ids) if block in invalid), None)
-            if first is None:
-                continue
-            # Until it is computed anew no other request may find it.
-            self._pins.forget(block_ids[first:])
-            if tracked is not None:
-                tracked.pooled = min(tracked.pooled, first)
 
     def _take_stage(self, stage: StageShards) -> None:
         self._stages[stage.stage] = stage
@@ -349,6 +395,7 @@ class SchedulerSide:
         if any(tracked.loading for tracked in self._requests.values()):
             logger.warning("KV pool: not reset, since requests are being loaded; try again")
             return False
+        self._drop_unconfirmed()  # they would get the new keys
         old = self._scope
         salt = uuid.uuid4().hex
         self._identity = hashlib.sha256(f"{self._identity}:{salt}".encode()).hexdigest()[:32]
@@ -359,6 +406,7 @@ class SchedulerSide:
             tracked.may_store, tracked.lookup, tracked.pooled = False, None, 0
         if self._events is not None:
             self._events.reset()
+        self._first_told = self._ledger.next_job
         return True
 
     def take_events(self) -> "list[KVCacheEvent]":

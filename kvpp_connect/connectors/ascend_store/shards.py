@@ -149,7 +149,7 @@ def _spread(components: Sequence[PoolComponent], ranks: Sequence[int]) -> dict[s
     """Owners for caches that every rank holds: what KVPP's planner would say."""
     layers: dict[str, list[PoolComponent]] = {}
     for component in components:
-        layers.setdefault(_layer(component.layer_name), []).append(component)
+        layers.setdefault(layer_of(component.layer_name), []).append(component)
     owners = assign_owners(
         [sum(c.page_bytes for c in layer) for layer in layers.values()], len(ranks)
     )
@@ -171,7 +171,7 @@ def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
-def _layer(name: str) -> str:
+def layer_of(name: str) -> str:
     """What the caches of one decoder layer have in common: the name up to its number."""
     match = re.match(r".*?\.\d+(?=\.|$)", name)
     return match.group() if match else name

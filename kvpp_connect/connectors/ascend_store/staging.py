@@ -22,7 +22,7 @@ _BATCH_BYTES = 8 << 20  # processors keep so much in their cache from copy to se
 _LEAST_SLOTS = 2
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Slot:
     """A part of staging; ``memory`` is one-dimensional bytes on the host."""
 

@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from kvpp_connect._log import get_logger
+from kvpp_connect.broadcast.engine import BundleGate
 from kvpp_connect.connectors.ascend_store.backends.base import Buffer, PoolStore
 from kvpp_connect.connectors.ascend_store.copying import (
     BlockCopier,
@@ -18,7 +19,8 @@ from kvpp_connect.connectors.ascend_store.copying import (
 )
 from kvpp_connect.connectors.ascend_store.counters import PoolCounters
 from kvpp_connect.connectors.ascend_store.health import StoreHealth
-from kvpp_connect.connectors.ascend_store.loader import Load, Loader
+from kvpp_connect.connectors.ascend_store.layerwise import LayerLoader, OwnedLayersGate
+from kvpp_connect.connectors.ascend_store.loader import Load, Loader, LoadTools
 from kvpp_connect.connectors.ascend_store.orders import PoolOrders, PoolReport
 from kvpp_connect.connectors.ascend_store.putter import Putter
 from kvpp_connect.connectors.ascend_store.shard_caches import ShardCaches
@@ -31,6 +33,7 @@ from kvpp_connect.connectors.ascend_store.shards import (
 )
 from kvpp_connect.connectors.ascend_store.staging import Staging, allocate, count_slots
 from kvpp_connect.connectors.caches import BlockShape, describe_caches
+from kvpp_connect.errors import ConfigError
 from kvpp_connect.layout import ComponentAddress, RankPlacement, TokenShard
 
 if TYPE_CHECKING:
@@ -51,6 +54,7 @@ class RankPlace:
         gather: exchanges bytes inside the group, ordered by rank; collective.
         placement: the rank's placement under KVPP, or ``None`` where every rank holds all.
         tokens: which tokens of each block the rank keeps.
+        set_gate: lets somebody hold broadcasts back.
     """
 
     stage: int
@@ -58,6 +62,7 @@ class RankPlace:
     gather: Callable[[bytes], list[bytes]]
     placement: RankPlacement | None
     tokens: TokenShard
+    set_gate: Callable[[BundleGate], None] | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,7 +96,9 @@ class WorkerSide:
         self._make_device = make_device
         self._counters = PoolCounters()
         self._store: PoolStore | None = None
+        self._tools: LoadTools | None = None
         self._loader: Loader | None = None
+        self._layers: LayerLoader | None = None
         self._putter: Putter | None = None
         self._loads: dict[str, Load] = {}
         self._invalid: set[int] = set()
@@ -114,7 +121,14 @@ class WorkerSide:
             for address in addresses
         }
         self._store = self._open_store()
+        if self._config.load_mode == "layerwise" and not self._store.supports_ranges:
+            raise ConfigError(
+                f"AscendStoreConnector: use_layerwise reads parts of objects, which backend "
+                f"{self._config.backend} cannot. Remove it, or use backend mooncake"
+            )
         self._start(stage, held, views)
+        if self._layers and place.placement and place.set_gate:
+            place.set_gate(OwnedLayersGate(self._layers, place.placement))
         # One rank of each stage describes it to the scheduler side.
         self._untold_stage = stage if place.rank == 0 else None
         writes = stage.written_by(place.rank)
@@ -147,17 +161,19 @@ class WorkerSide:
 
         loads, puts = caches_of(stage.held_by(held)), caches_of(stage.written_by(held.rank))
         threads = _thread_count()
-        self._loader = Loader(
+        self._tools = LoadTools(
             store=self._store,
-            shards=loads,
             copier=copier,
             staging=_staging(memory[:size], loads),
             health=health,
             counters=self._counters,
             timeout_s=self._config.load_timeout_s,
             verify=self._config.verify,
-            threads=threads,
         )
+        if self._config.load_mode == "layerwise":
+            self._layers = LayerLoader(self._tools, loads, threads)
+        else:
+            self._loader = Loader(self._tools, loads, threads)
         self._putter = Putter(
             store=self._store,
             shards=puts,
@@ -175,10 +191,16 @@ class WorkerSide:
         return DeviceCopier(self._make_device(), next(iter(views.values())).device)
 
     def start_loads(self, orders: PoolOrders) -> None:
-        """Begin the step's loads. Those that the forward reads have ended when this returns."""
-        if not (orders.loads or orders.cancelled):
+        """Begin the step's loads.
+
+        Those that the forward reads have ended when this returns, unless each layer waits for its
+        own.
+        """
+        if self._layers is not None and orders.loads:
+            self._layers.begin(orders.loads, orders.scope)
             return
-        assert self._loader is not None, "vLLM registers the caches before the first step"
+        if self._loader is None or not (orders.loads or orders.cancelled):
+            return
         for request_id in orders.cancelled:
             if load := self._loads.get(request_id):
                 load.close()
@@ -190,6 +212,11 @@ class WorkerSide:
             else:
                 self._loads[load.order.request_id] = load
 
+    def wait_for_layer(self, layer_name: str) -> None:
+        """Return when a layer's caches may be read."""
+        if self._layers is not None:
+            self._layers.wait(layer_name)
+
     def start_puts(self, orders: PoolOrders) -> None:
         """Begin the step's puts, after its forward."""
         if not orders.puts:
@@ -200,6 +227,8 @@ class WorkerSide:
 
     def take_results(self) -> PoolResults:
         """What ended since the last call."""
+        for load in self._layers.finish() if self._layers is not None else ():
+            self._note_invalid(load)
         loader = self._loader
         for load in list(self._loads.values()):
             if loader is not None and loader.is_due(load):
@@ -218,8 +247,8 @@ class WorkerSide:
             self._untold_stage = None
         if self._putter is not None:
             report.puts = self._putter.take_reports()
-        if self._loader is not None:
-            report.lost = self._loader.take_lost()
+        if self._tools is not None:
+            report.lost = self._tools.take_lost()
         return report or None
 
     def take_counts(self) -> dict[str, float]:
@@ -228,7 +257,7 @@ class WorkerSide:
 
     def close(self) -> None:
         """Stop, and leave the store. Idempotent."""
-        for part in (self._loader, self._putter, self._store):
+        for part in (self._loader, self._layers, self._putter, self._store):
             if part is not None:
                 part.close()
 

@@ -21,6 +21,7 @@ from kvpp_connect.seam.api import (
     KVConnectorWorkerMetadata,
     PoolPins,
     SupportsHMA,
+    expect_loads,
     get_ip,
     transfer_protocol,
 )
@@ -116,6 +117,8 @@ class MooncakeConnectorV2(KVConnectorBase_V1, SupportsHMA):
         extra = transfer.kv_connector_extra_config
         config = parse_extra_config(extra, str(transfer.kv_role))
         replica_port(config, vllm_config.parallel_config.data_parallel_size - 1)
+        if transfer.is_kv_consumer:
+            expect_loads(vllm_config, "MooncakeConnectorV2")
 
     # Scheduler side
 

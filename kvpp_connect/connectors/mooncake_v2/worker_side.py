@@ -8,7 +8,7 @@ import msgspec
 
 from kvpp_connect._log import get_logger
 from kvpp_connect.connectors import caches
-from kvpp_connect.connectors.mooncake_engine import MooncakeEngine
+from kvpp_connect.connectors.mooncake_engine import share_engine
 from kvpp_connect.connectors.mooncake_v2.counters import PullStats
 from kvpp_connect.connectors.mooncake_v2.exchange import ExchangeAddress, ShareExchange
 from kvpp_connect.connectors.mooncake_v2.puller import Puller, PullOptions
@@ -58,7 +58,7 @@ class WorkerSide:
         self._host = host
         self._shape = shape
         self._shares = consumes and config.pull_mode == "shared"
-        self._engine = MooncakeEngine(host, protocol)
+        self._engine = share_engine(host, protocol)
         self._stats: PullStats | None = None
         self._puller: Puller | None = None
         self._exchange: ShareExchange | None = None

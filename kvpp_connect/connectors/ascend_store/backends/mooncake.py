@@ -139,6 +139,8 @@ class MooncakeStore:
                 **optional,
             )
         except TypeError as error:
+            if engine:  # nobody asked for it
+                return self._connect(settings, host, segment_bytes, protocol, None)
             raise ConfigError(
                 f"this release of mooncake does not know {', '.join(sorted(optional))}; install a "
                 "newer one, or leave these settings out"
@@ -150,6 +152,9 @@ class MooncakeStore:
                 f"that there is memory for {segment_bytes} bytes of segment "
                 f"(global_segment_size), and that protocol {protocol!r} works here"
             )
+        if engine:
+            logger.info("the pool's store shares the transfer engine at %s", engine.session)
+        return None
 
     @property
     def supports_ranges(self) -> bool:

@@ -97,13 +97,14 @@ class YuanrongSettings:
     Attributes:
         worker_addr: ``host:port`` of the datasystem worker on this node.
         connect_timeout_ms: milliseconds to reach the worker.
-        request_timeout_ms: milliseconds for one request; 0: as ``connect_timeout_ms``.
+        request_timeout_ms: milliseconds for one request, for which a worker that hangs stops this
+            process; 0: as ``connect_timeout_ms``.
         enable_exclusive_connection: give each client thread a connection of its own.
     """
 
     worker_addr: str
     connect_timeout_ms: int = 9000
-    request_timeout_ms: int = 0
+    request_timeout_ms: int = 3000
     enable_exclusive_connection: bool = False
 
 

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import importlib.util
 import os
+import random
 import re
 import signal
 import socket
@@ -212,6 +213,11 @@ def state_of(pid):
 def wait_until_stopped(pid):
     while state_of(pid) not in "TX":
         time.sleep(0.01)
+
+
+def content(seed, size=5000):
+    """Bytes that look like no others."""
+    return random.Random(seed).randbytes(size)
 
 
 class Memory:

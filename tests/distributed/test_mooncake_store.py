@@ -1,12 +1,11 @@
 import os
-import random
 import re
 import signal
 import socket
 import threading
 
 import pytest
-from pool_equipment import Memory, mooncake_master, wait_until_stopped
+from pool_equipment import Memory, content, mooncake_master, wait_until_stopped
 from pool_nodes import HOST, engine_reader, lender, make_client
 
 from kvpp_connect.connectors.ascend_store.backends.base import (
@@ -46,7 +45,7 @@ def connect():
 
 
 def numbered(count, size=MIB):
-    return {f"o{n}": random.Random(n).randbytes(size) for n in range(count)}
+    return {f"o{n}": content(n, size) for n in range(count)}
 
 
 def put(client, memory, objects):
@@ -172,8 +171,7 @@ def test_a_read_that_outlasts_its_lease_is_no_success(connect, spawn):
 
 def test_store_and_transfer_engine_share_one_engine_which_outlives_the_store(master, spawn):
     engine, cache = MooncakeEngine(HOST, "tcp"), Memory(MIB)
-    content = random.Random(1).randbytes(MIB)
-    cache.write(cache.whole, content)
+    cache.write(cache.whole, content(1, MIB))
     engine.register(cache.whole.address, MIB)
     client, memory = make_client(master.address, segment=True, engine=engine), Memory(32 * MIB)
     client.register(memory.whole)
@@ -187,7 +185,7 @@ def test_store_and_transfer_engine_share_one_engine_which_outlives_the_store(mas
     other.close()
     client.close()
     reader = spawn(engine_reader, engine.session, cache.whole.address, MIB)
-    assert reader.get() == content
+    assert reader.get() == content(1, MIB)
 
 
 def test_an_engine_of_another_protocol_is_not_shared(master):

@@ -67,6 +67,7 @@ def describe(model):
         cache_bytes=60_000_000,
         model=model,
         compiled=False,
+        env=(),
     ):
         return VllmServer(
             name=name,
@@ -79,7 +80,7 @@ def describe(model):
             max_requests=4,
             additional_config={"enable_kvpp": True, "kvpp": kvpp} if kvpp is not None else None,
             kv_transfer_config=kv,
-            env=with_equipment(chunked=1, fork=1, **dict.fromkeys(switches, 1)),
+            env={**with_equipment(chunked=1, fork=1, **dict.fromkeys(switches, 1)), **dict(env)},
             extra_args=("--max-num-batched-tokens", "128", *args),
         )
 

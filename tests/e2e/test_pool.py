@@ -9,10 +9,13 @@ from dataclasses import dataclass
 
 import pytest
 from e2e_tools import MAX_TOKENS, continue_all, count, pool, post, wait_for
+from kv_events import KvEvents
 from pool_equipment import StoreNode, mooncake_master
 from sparse_model import write_sparse_checkpoint
 
+from kvpp_connect.demo.local_http import post_json
 from kvpp_connect.demo.model import ModelSpec, write_checkpoint
+from kvpp_connect.demo.ports import free_ports
 from kvpp_connect.errors import PeerError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -257,3 +260,56 @@ def test_requests_that_are_aborted_or_preempted_leave_nothing_behind(
                 post(impatient, prompt, 200)
         assert continue_all(client, prompts, concurrency=1) == plain_tokens
         wait_for(lambda: is_idle(client))
+
+
+def test_a_dead_master_delays_nothing_for_long_and_a_new_one_is_found(
+    describe, run_servers, prompts, plain_tokens
+):
+    with (
+        mooncake_master(default_kv_lease_ttl=5000) as own,
+        run_servers(
+            describe("served", 2, kvpp=COMPACT, kv=pool(own, global_segment_size="128MB"))
+        ) as clients,
+    ):
+        client = clients["served"]
+        assert continue_all(client, prompts, concurrency=1) == plain_tokens
+        own.kill()
+        changed = [[5 + i, *p[1:]] for i, p in enumerate(prompts)]
+        impatient = type(client)(url=client.url, model=client.model, timeout_s=60)
+        first = continue_all(impatient, changed, concurrency=2)
+        assert continue_all(impatient, prompts, concurrency=2) == plain_tokens
+        own.restart()
+        before = count(client, "pool_stored_blocks")[0]
+
+        def stores_again():
+            assert continue_all(client, changed, concurrency=2) == first
+            return count(client, "pool_stored_blocks")[0] > before
+
+        wait_for(stores_again)
+        wait_for(lambda: is_idle(client))
+
+
+def test_a_reset_pool_is_never_hit_again_and_routers_are_told(
+    describe, run_servers, master, prompts, plain_tokens
+):
+    [port] = free_ports(1)
+    endpoint = f"tcp://127.0.0.1:{port}"
+    events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
+    server = describe(
+        "told",
+        2,
+        kvpp=COMPACT,
+        kv=pool(master, namespace="reset"),
+        args=("--kv-events-config", json.dumps(events)),
+        env={"VLLM_SERVER_DEV_MODE": "1"},
+    )
+    with run_servers(server) as clients, KvEvents(endpoint) as told:
+        client = clients["told"]
+        assert continue_all(client, prompts, concurrency=1) == plain_tokens
+        wait_for(lambda: len(told.stored()) == stored_blocks(prompts))
+        told.assert_chains()
+        post_json(f"{client.url}/reset_prefix_cache?reset_external=true", {}, timeout_s=60)
+        wait_for(lambda: len(told.removed()) == stored_blocks(prompts))
+        assert sorted(told.removed()) == sorted(told.stored())
+        assert continue_all(client, prompts, concurrency=1) == plain_tokens
+        assert hits_and_failures(client) == [0, 0]

@@ -68,6 +68,11 @@ class PoolEvents:
         self._pending.clear()
         self.lost(list(self._told))
 
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something to take."""
+        return bool(self._events)
+
     def take(self) -> list[KVCacheEvent]:
         """Events since the last call."""
         events, self._events = self._events, []

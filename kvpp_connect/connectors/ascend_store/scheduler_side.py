@@ -384,7 +384,8 @@ class SchedulerSide:
     @property
     def has_pending_work(self) -> bool:
         """Whether steps are needed although there may be no request."""
-        return bool(len(self._ledger) or self._unconfirmed)
+        news = self._events is not None and self._events.has_news
+        return bool(len(self._ledger) or self._unconfirmed or news)
 
     def reset(self) -> bool:
         """Never use again what has been stored until now; answer whether that was possible.

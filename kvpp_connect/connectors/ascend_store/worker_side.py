@@ -230,12 +230,14 @@ class WorkerSide:
         for load in self._layers.finish() if self._layers is not None else ():
             self._note_invalid(load)
         loader = self._loader
-        for load in list(self._loads.values()):
-            if loader is not None and loader.is_due(load):
-                self._note_invalid(load)
-        received = {request_id for request_id, load in self._loads.items() if load.is_closed}
+        # Asked once: a load may end at any moment, and must not be received without its failures.
+        received = {
+            request_id
+            for request_id, load in self._loads.items()
+            if loader is not None and loader.is_due(load)
+        }
         for request_id in received:
-            del self._loads[request_id]
+            self._note_invalid(self._loads.pop(request_id))
         invalid, self._invalid = self._invalid, set()
         return PoolResults(received=received, invalid_block_ids=invalid)
 

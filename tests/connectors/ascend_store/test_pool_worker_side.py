@@ -12,6 +12,7 @@ from pool_rank import hashes, until
 
 from kvpp_connect.connectors.ascend_store.backends.settings import MooncakeSettings
 from kvpp_connect.connectors.ascend_store.config import PoolConfig
+from kvpp_connect.connectors.ascend_store.loader import Loader
 from kvpp_connect.connectors.ascend_store.orders import (
     LoadOrder,
     PoolOrders,
@@ -293,6 +294,8 @@ def test_engines_of_any_size_store_each_byte_once(make_engine, pool, ranks):
     caches = set().union(*engine.held)
     payload = sum(page_bytes(layer.rsplit(".")[-1]) for layer in caches)
     assert sum(len(content) - 64 for content in pool.objects.values()) == 5 * payload
+    # Each object is one rank's business.
+    assert sum(store.keys["exists"] for store in engine.stores) == len(pool.objects)
     before = engine.snapshot()
     assert engine.load(LOADED) == (set(), ranks)
     engine.assert_holds(LOADED, before)
@@ -337,6 +340,30 @@ def test_a_result_is_told_once(make_engine):
         assert (again.received, again.invalid_block_ids) == (set(), set())
 
 
+def test_a_load_that_fails_while_results_are_taken_is_not_told_as_loaded(
+    make_engine, pool, monkeypatch
+):
+    target = make_engine(1, kvpp=False)  # nothing is in the pool
+    (side,), (store,) = target.sides, target.stores
+    store.block("get")
+    target.begin_load(LOADED)
+    assert store.waiting.wait(30)
+    is_due = Loader.is_due
+
+    def ends_behind(loader, load):
+        due = is_due(loader, load)
+        store.release()
+        assert load.ended.wait(30)
+        return due
+
+    monkeypatch.setattr(Loader, "is_due", ends_behind)
+    first, second = side.take_results(), side.take_results()
+    for results in (first, second):
+        assert bool(results.received) == bool(results.invalid_block_ids)
+    assert first.received | second.received == {"r"}
+    assert first.invalid_block_ids | second.invalid_block_ids == set(LOADED.values())
+
+
 def test_a_cancelled_load_ends_at_once_and_writes_nothing(make_engine):
     filled(make_engine, kvpp=True)
     target = make_engine(3, kvpp=True)
@@ -348,12 +375,13 @@ def test_a_cancelled_load_ends_at_once_and_writes_nothing(make_engine):
         assert store.waiting.wait(30)
     for side in target.sides:
         side.start_loads(PoolOrders(scope=SCOPE, cancelled=frozenset({"r", "unknown"})))
-    target.results()
+        assert side.take_results().received == {"r"}, "without waiting for the store"
     for store in target.stores:
         store.release()
-    # A second load is behind the first one.
-    target.load(LOADED, request_id="second")
-    target.assert_holds(LOADED, before)
+    # A second load, into other blocks, is behind the first one.
+    behind = {hashes(5)[0]: 0}
+    target.load(behind, request_id="second")
+    target.assert_holds(behind, before)
 
 
 def test_one_rank_of_a_stage_describes_it_and_once(make_engine):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvpp_connect.bench.pool import PoolReport
     from kvpp_connect.bench.rounds import Spread
 
-_PROMPTS = 4  # of each server with --serving
+_PROMPTS = 3  # of each server with --serving
 
 
 def pool(

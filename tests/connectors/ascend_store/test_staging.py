@@ -8,7 +8,13 @@ from clocks import Clock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpp_connect.connectors.ascend_store.staging import Staging, allocate, row_array, row_buffers
+from kvpp_connect.connectors.ascend_store.staging import (
+    Staging,
+    allocate,
+    count_slots,
+    row_array,
+    row_buffers,
+)
 from kvpp_connect.errors import ConfigError
 
 
@@ -125,3 +131,19 @@ def test_waiting_for_a_slot_ends_in_time():
     staging = staging_of(4096, 1, ImpatientClock())
     staging.take(0)
     assert staging.take(0.025) is None
+
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("objects", "slots"), [([1000], 8), ([8 * MIB], 8), ([9 * MIB], 7), ([40 * MIB], 2), ([], 8)]
+)
+def test_memory_is_cut_into_batches_of_8_mib_or_one_object_and_always_in_two(objects, slots):
+    assert count_slots(64 * MIB, objects) == slots
+
+
+def test_an_object_that_just_fits_a_slot_fits_with_its_padding():
+    size = 9 * MIB + 1
+    staging = staging_of(64 * MIB, count_slots(64 * MIB, [size]))
+    assert staging.rows_for([size]) == 1

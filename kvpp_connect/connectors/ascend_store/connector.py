@@ -126,6 +126,7 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 stages=parallel.pipeline_parallel_size,
                 world_size=parallel.world_size,
                 ordered_steps=_has_ordered_steps(vllm_config),
+                steps_in_flight=vllm_config.max_concurrent_batches,
             ),
             identity=model_identity(vllm_config, config.namespace),
             lookups=LookupService(store, StoreHealth(f"{config.backend} (scheduler)")),

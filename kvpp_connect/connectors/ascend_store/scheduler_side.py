@@ -69,13 +69,15 @@ class Step:
 class EngineShape:
     """The engine as the scheduler side counts it.
 
-    ``ordered_steps``: a step's results are known before the next one is scheduled.
+    ``ordered_steps``: a step's results are known before the next one is scheduled; else
+    ``steps_in_flight`` are scheduled before the first one's are.
     """
 
     block_tokens: int
     stages: int
     world_size: int
     ordered_steps: bool = True
+    steps_in_flight: int = 2
 
 
 class SchedulerSide:
@@ -111,6 +113,7 @@ class SchedulerSide:
         self._in_step: dict[str, tuple[Sequence[int], int]] = {}
         self._counts: dict[str, float] = {}
         self._pinned_told = 0
+        self._unsure_steps = 0  # of the coming ones
 
     def bind_pool(self, pins: "PoolPins") -> None:
         """Take the engine's block pool."""
@@ -238,12 +241,22 @@ class SchedulerSide:
         # that is known.
         waits = step.has_sync_loads and self._shape.ordered_steps
         self._in_step = self._note_step(step) if waits else {}
-        if blocks := self._storable(step) if waits or not step.has_sync_loads else None:
+        if blocks := self._storable(step) if waits or self._is_sure(step) else None:
             order = self._ledger.open(blocks)
             (self._unconfirmed if waits else puts).append(order)
         loads, self._loads = tuple(self._loads), []
         cancelled, self._cancelled = frozenset(self._cancelled), set()
         return PoolOrders(scope=self._scope, loads=loads, puts=tuple(puts), cancelled=cancelled)
+
+    def _is_sure(self, step: Step) -> bool:
+        """Whether all KV that another connector loaded for earlier steps is known to be there."""
+        if step.has_sync_loads:
+            self._unsure_steps = self._shape.steps_in_flight - 1
+            return False
+        if self._unsure_steps:
+            self._unsure_steps -= 1
+            return False
+        return True
 
     def _note_step(self, step: Step) -> dict[str, tuple[Sequence[int], int]]:
         noted: dict[str, tuple[Sequence[int], int]] = {}

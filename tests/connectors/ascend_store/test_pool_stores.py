@@ -309,3 +309,12 @@ def test_the_blocks_that_are_held_are_told_when_their_number_changes(engine):
     assert "pool_pinned_blocks" not in engine.side.take_counts()
     engine.stored(order)
     assert engine.side.take_counts()["pool_pinned_blocks"] == 0
+
+
+def test_what_another_connector_loads_in_steps_that_overlap_is_stored_when_it_is_known():
+    """Its failure is known one step later than the blocks would be stored."""
+    engine = Scheduling(ordered=False)
+    request = fresh(engine, prompt(6))
+    assert engine.step({request: 8}, sync_loads=True).puts == ()
+    assert engine.step({request: 8}).puts == ()
+    assert stored_places(engine, request, engine.step({request: 8})) == [0, 1, 2, 3, 4, 5]

@@ -28,7 +28,7 @@ from kvpp_connect.errors import ConfigError
 
 _T = TypeVar("_T")
 
-# The client takes fewer than 2,000 keys at a time, and makes room for a call as a whole.
+# The client is documented for fewer than 2,000 keys at a time, and makes room for a whole call.
 _CALL_KEYS = 1000
 _CALL_BYTES = 64 << 20
 _PAUSE_S = 5.0

@@ -47,7 +47,11 @@ class ServerProcess:
     def start(self):
         """Returns when the server answers on its port."""
         self._process = subprocess.Popen(
-            self._command, stdout=self._log, stderr=subprocess.STDOUT, cwd=self._cwd
+            self._command,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            cwd=self._cwd,
+            preexec_fn=end_with_parent,
         )
         limit = time.monotonic() + START_S
         while not self._answers():
@@ -85,6 +89,11 @@ class ServerProcess:
         except OSError:
             return False
         return True
+
+
+def end_with_parent():
+    """Has Linux kill this process with the tests: a native client may crash them."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def mooncake_master(**flags):

@@ -2,7 +2,7 @@
 
 from pool_equipment import Memory
 
-from kvpp_connect.connectors.ascend_store.backends.base import PutOutcome
+from kvpp_connect.connectors.ascend_store.backends.base import GetOutcome, PutOutcome
 from kvpp_connect.connectors.ascend_store.backends.create import create_store
 from kvpp_connect.connectors.ascend_store.backends.settings import parse_store_settings
 from kvpp_connect.connectors.mooncake_engine import MooncakeEngine
@@ -34,3 +34,30 @@ def engine_reader(pipe, session, address, size):
     engine.register(memory.whole.address, size)
     engine.read(session, [memory.whole.address], [address], [size])
     pipe.send(memory.read(memory.whole))
+
+
+def yuanrong_beside_mooncake(pipe, address, yuanrong_first):
+    """Uses both in one process."""
+
+    def use_yuanrong():
+        settings = parse_store_settings("yuanrong", {"worker_addr": address}, {})
+        client = create_store(settings, host=HOST, segment=False)
+        memory = Memory(100)
+        client.register(memory.whole)
+        key = f"beside:{yuanrong_first}"
+        assert client.put([key], [memory.holding(b"bytes")]) == [PutOutcome.STORED]
+        target = memory.take(5)
+        assert client.get([key], [target]) == [GetOutcome.READ]
+        assert memory.read(target) == b"bytes"
+
+    def use_mooncake():
+        reader, memory = MooncakeEngine(HOST, "tcp"), Memory(100)
+        source, target = memory.holding(b"bytes"), memory.take(5)
+        reader.register(memory.whole.address, 100)
+        reader.read(reader.session, [target.address], [source.address], [5])
+        assert memory.read(target) == b"bytes"
+
+    for use in [use_yuanrong, use_mooncake] if yuanrong_first else [use_mooncake, use_yuanrong]:
+        use()
+    use_mooncake()
+    pipe.send("used")

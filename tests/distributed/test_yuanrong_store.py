@@ -3,6 +3,7 @@ import importlib.util
 
 import pytest
 from pool_equipment import Memory, YuanrongWorker, content
+from pool_nodes import yuanrong_beside_mooncake
 
 from kvpp_connect.connectors.ascend_store.backends.base import (
     GetOutcome,
@@ -89,6 +90,11 @@ def test_an_object_larger_than_the_pool_is_not_stored(client):
     with contextlib.suppress(StoreError):  # a worker that seeks room may miss the time limit
         assert client.put(["l:a"], [memory.whole]) == [PutOutcome.FULL]
     assert exists_when_it_answers(client, "l:a") == [False]
+
+
+@pytest.mark.parametrize("yuanrong_first", [True, False])
+def test_mooncake_works_in_the_same_process(worker, spawn, yuanrong_first):
+    assert spawn(yuanrong_beside_mooncake, worker.address, yuanrong_first).get() == "used"
 
 
 def test_a_worker_that_hangs_is_given_up_and_left_alone_for_a_while(worker, client, memory):

@@ -14,6 +14,8 @@ from kvpp_connect.connectors.ascend_store.backends.settings import parse_store_s
 class FakePoolServer:
     """A FakePool that dies and comes back like a server."""
 
+    lists_keys = True
+
     def __init__(self):
         self._pool = FakePool()
 
@@ -30,6 +32,8 @@ class FakePoolServer:
 
 class MooncakePoolServer:
     """A mooncake_master and its clients."""
+
+    lists_keys = True
 
     def __init__(self, stack):
         self.master = stack.enter_context(mooncake_master(default_kv_lease_ttl=30_000))
@@ -48,6 +52,8 @@ class MooncakePoolServer:
 class YuanrongPoolServer:
     """A datasystem worker and its clients."""
 
+    lists_keys = False
+
     def __init__(self, stack):
         if importlib.util.find_spec("yr") is None:
             pytest.skip("openyuanrong-datasystem is not installed")
@@ -62,6 +68,8 @@ class YuanrongPoolServer:
 
 class MemcachePoolServer:
     """A MetaService and its clients, whose objects survive it."""
+
+    lists_keys = False
 
     def __init__(self, stack):
         if importlib.util.find_spec("memcache_hybrid") is None:

@@ -214,23 +214,25 @@ def test_threads_that_race_for_a_key_leave_one_writer_s_bytes(store, memory, key
     assert set(found) <= {content(w, 3000) for w in range(4)}
 
 
-def test_objects_are_removed_by_their_first_characters(store, reader, memory, key):
-    keys = [key("x-a"), key("x-b#1"), key("xxa"), key("y-x-a")]
+def test_objects_are_removed_by_their_first_characters(pool, store, reader, memory, key):
+    keys = [key("x-a"), key("x-b#1"), key("xxa"), "y" + key("x-a")]
     put_all(store, memory, {k: content(k) for k in keys})
     removed = reader.remove_prefix(key("x-"))
-    if removed == 0:
+    if not pool.lists_keys:
+        assert removed == 0
         assert store.exists(keys) == [True] * 4
-        pytest.skip("this store cannot list its keys")
+        return
     assert removed == 2
     assert store.exists(keys) == [False, False, True, True]
     assert reader.remove_prefix(key("x-")) == 0
 
 
-def test_objects_that_were_just_read_are_removed_too(store, reader, memory, key):
+def test_objects_that_were_just_read_are_removed_too(pool, store, reader, memory, key):
+    if not pool.lists_keys:
+        pytest.skip("this store cannot list its keys")
     put_all(store, memory, {key("a"): content(1)})
     get_all(reader, memory, [key("a")], [5000])
-    if reader.remove_prefix(key("a")) == 0:
-        pytest.skip("this store cannot list its keys")
+    assert reader.remove_prefix(key("a")) == 1
     assert store.exists([key("a")]) == [False]
 
 

@@ -28,7 +28,7 @@ from kvpp_connect.errors import ConfigError
 
 _T = TypeVar("_T")
 
-# The client takes fewer than 2,000 keys at a time, and makes room for a call as a whole.
+# The client is documented for fewer than 2,000 keys at a time, and makes room for a whole call.
 _CALL_KEYS = 1000
 _CALL_BYTES = 64 << 20
 _PAUSE_S = 5.0
@@ -62,18 +62,9 @@ class YuanrongStore:
         address = parse_address(self._worker, "worker_addr")
         remedy = "start it with dscli, or correct worker_addr (environment: DS_WORKER_ADDR)"
         check_reachable(address, "datasystem worker", remedy)
-        try:
-            from yr.datasystem import WriteMode  # pyright: ignore[reportMissingImports] - optional
-            from yr.datasystem.kv_client import (  # pyright: ignore[reportMissingImports]
-                KVClient,
-            )
-        except ImportError as error:
-            raise ConfigError(
-                f"cannot load the yuanrong client ({error}). Install openyuanrong-datasystem "
-                "(pip install kvpp-connect[yuanrong])"
-            ) from error
-        self._evictable = WriteMode.NONE_L2_CACHE_EVICT
-        self._client: Any = KVClient(
+        module = _load()
+        self._evictable = module.WriteMode.NONE_L2_CACHE_EVICT
+        self._client: Any = module.KVClient(
             address.host,
             address.port,
             connect_timeout_ms=settings.connect_timeout_ms,
@@ -216,3 +207,26 @@ def _parts(items: Sequence[str] | Sequence[Buffer]) -> Iterator[slice]:
         held += size
     if start < len(items):
         yield slice(start, len(items))
+
+
+def _load() -> Any:  # noqa: ANN401 - a module without types
+    """Import the client, with its libraries for itself.
+
+    It shows its own glog to all libraries that are loaded later: Mooncake's, which has another
+    glog, crashes on that. A process may have both, for P/D and for the pool.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    shown_to_all = ctypes.RTLD_GLOBAL
+    ctypes.RTLD_GLOBAL = ctypes.RTLD_LOCAL
+    try:
+        import yr.datasystem  # pyright: ignore[reportMissingImports] - optional
+    except ImportError as error:
+        raise ConfigError(
+            f"cannot load the yuanrong client ({error}). Install openyuanrong-datasystem "
+            "(pip install kvpp-connect[yuanrong])"
+        ) from error
+    finally:
+        ctypes.RTLD_GLOBAL = shown_to_all
+    return yr.datasystem

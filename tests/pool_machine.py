@@ -170,6 +170,7 @@ class PoolMachine:
     # A step
 
     def step(self, rng):
+        """Schedule and run a step; answer whether it loads."""
         while len(self.flights) > (0 if self.ordered else 1):
             self.collect()
         scheduled, drafts, admitted = {}, {}, {}
@@ -196,6 +197,7 @@ class PoolMachine:
         self._run(orders, scheduled, drafts, rng)
         if self.ordered:
             self.collect()
+        return bool(orders.loads)
 
     def _preempt(self, life):
         self._free(life)

@@ -21,6 +21,7 @@ os.environ.update(ENVIRONMENT)
 import torch
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.engine.arg_utils import EngineArgs
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -43,7 +44,6 @@ STEP_S = 0.01  # pace of a busy engine, so that requests live for a while
 
 def vllm_config(spec: NodeSpec) -> VllmConfig:
     """vLLM's configuration of a node."""
-    port = {"control_port": spec.control_port} if spec.control_port else {}
     config = EngineArgs(
         model=str(spec.model),
         dtype="float32",
@@ -58,12 +58,9 @@ def vllm_config(spec: NodeSpec) -> VllmConfig:
         attention_backend="CPU_MLA",
         tensor_parallel_size=spec.ranks,
         kv_transfer_config={
-            "kv_connector": spec.connector,
-            "kv_connector_module_path": "kvpp_connect.connectors",
-            "kv_role": spec.role,
+            **transfer_config(spec),
             "kv_load_failure_policy": spec.policy,
             "engine_id": spec.name,
-            "kv_connector_extra_config": {"host": "127.0.0.1", **port, **spec.settings},
         },
     ).create_engine_config()
     # The CPU platform turns both off for MLA.
@@ -72,6 +69,32 @@ def vllm_config(spec: NodeSpec) -> VllmConfig:
     config.cache_config.enable_prefix_caching = spec.prefix_caching
     config.cache_config.num_gpu_blocks = spec.num_blocks
     return config
+
+
+def transfer_config(spec: NodeSpec) -> dict:
+    """The node's connector, or two of them in vLLM's MultiConnector."""
+    port = {"control_port": spec.control_port} if spec.control_port else {}
+    own = connector_config(spec.connector, spec.role, {**port, **spec.settings})
+    if not spec.pool:
+        return own
+    stores = {"consumer_is_to_put": True} if spec.role == "kv_consumer" else {}
+    pool = connector_config("AscendStoreConnector", spec.role, {**stores, **spec.pool})
+    children = [pool, own] if spec.pool_first else [own, pool]
+    return {
+        "kv_connector": "MultiConnector",
+        "kv_role": spec.role,
+        "kv_connector_extra_config": {"connectors": children},
+    }
+
+
+def connector_config(name: str, role: str, settings: dict) -> dict:
+    """One of our connectors on this machine."""
+    return {
+        "kv_connector": name,
+        "kv_connector_module_path": "kvpp_connect.connectors",
+        "kv_role": role,
+        "kv_connector_extra_config": {"host": "127.0.0.1", **settings},
+    }
 
 
 def cache_config(spec: NodeSpec) -> KVCacheConfig:
@@ -285,7 +308,9 @@ class Engine:
 
     def _add_up(self, stats):
         for name, amount in (stats.data if stats is not None else {}).items():
-            if isinstance(amount, int | float):
+            if isinstance(amount, KVConnectorStats):  # of a child
+                self._add_up(amount)
+            elif isinstance(amount, int | float):
                 self._sums[name] += amount
 
     def _sample(self, request_id, output):

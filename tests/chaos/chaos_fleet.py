@@ -127,6 +127,16 @@ class Fleet:
             logs = next(iter(self.nodes.values())).spec.log.parent
             raise AssertionError(f"{problem}; stacks are in {logs}")
 
+    def sums(self, name):
+        """A node's counters since the last call."""
+        self._sums.pop(name, None)
+        self.nodes[name].put("sums")
+        for _ in range(200):
+            self.pump(0.05)
+            if name in self._sums:
+                return Counter(self._sums[name])
+        raise AssertionError(f"{name} tells no sums")
+
     def close(self):
         """Stop everything; answers names of processes that did not end by themselves."""
         return [late for node in self.nodes.values() for late in node.stop()]

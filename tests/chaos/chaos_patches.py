@@ -17,7 +17,7 @@ def apply_patches(spec: NodeSpec, part: str) -> None:
     """
     if spec.late_reads:
         _fail_and_write_late(spec.late_reads)
-    if spec.connector == "AscendStoreConnector":
+    if spec.connector == "AscendStoreConnector" or spec.pool:
         hurt_stores(spec, part, noted)
     match spec.sabotage:
         case "confirm_anything":

@@ -1,7 +1,6 @@
 """Engines that share a real pool: a mooncake_master, engines' ranks and others that lend memory."""
 
 import contextlib
-from collections import Counter
 
 from chaos_fleet import Call, Fleet
 from chaos_model import BLOCK_TOKENS
@@ -163,16 +162,6 @@ class PoolCluster(Fleet):
         """Start a node anew. An engine does not start without a master: it says so."""
         self.mend_master()
         super().restart(node)
-
-    def sums(self, name):
-        """A node's counters since the last call."""
-        self._sums.pop(name, None)
-        self.nodes[name].put("sums")
-        for _ in range(200):
-            self.pump(0.05)
-            if name in self._sums:
-                return Counter(self._sums[name])
-        raise AssertionError(f"{name} tells no sums")
 
     def close(self):
         """Stop everything; answers names of processes that did not end by themselves."""

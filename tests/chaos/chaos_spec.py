@@ -45,6 +45,8 @@ class NodeSpec:
         control_port: of a producer, which comes back on the same one when it is started again.
         connector: by its name in vLLM.
         settings: of the connector.
+        pool: settings of a pool beside it, in vLLM's MultiConnector; empty: there is none.
+        pool_first: the pool is the first of its children.
         late_reads: share of reads that fail at once, and write their destination later.
         store_faults: kinds of faults in the pool's store (chaos_store.py).
         store_rates: by kind of call, the share that goes wrong in one of these ways.
@@ -63,6 +65,8 @@ class NodeSpec:
     control_port: int = 0
     connector: str = "MooncakeConnectorV2"
     settings: dict = field(default_factory=dict)
+    pool: dict = field(default_factory=dict)
+    pool_first: bool = False
     late_reads: float = 0.0
     store_faults: tuple[str, ...] = ()
     store_rates: dict[str, float] = field(default_factory=dict)

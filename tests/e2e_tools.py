@@ -11,6 +11,13 @@ from kvpp_connect.demo.guard import group_members
 from kvpp_connect.demo.local_http import post_json
 
 MAX_TOKENS = 12
+EQUIPMENT = Path(__file__).parent / "equipment"
+
+
+def with_equipment(**switches):
+    """Environment that loads the test equipment with some of its switches on."""
+    path = os.pathsep.join(filter(None, (str(EQUIPMENT), os.environ.get("PYTHONPATH", ""))))
+    return {"PYTHONPATH": path} | {f"KVPP_TEST_{name.upper()}": "1" for name in switches}
 
 
 def continue_all(client: CompletionClient, prompts, concurrency=4):

@@ -4,12 +4,10 @@ They fork their processes, which makes a start several times shorter; `kvpp demo
 model's own server start as users start them.
 """
 
-import os
 import random
-from pathlib import Path
 
 import pytest
-from e2e_tools import continue_all
+from e2e_tools import continue_all, with_equipment
 
 pytest.importorskip("vllm", reason="needs vLLM")
 
@@ -19,14 +17,7 @@ from kvpp_connect.demo.model import write_checkpoint
 from kvpp_connect.demo.ports import free_ports
 from kvpp_connect.demo.servers import MODEL_NAME, VllmServer
 
-EQUIPMENT = Path(__file__).parents[1] / "equipment"
 START_S = 400
-
-
-def with_equipment(**switches):
-    """Environment that loads the test equipment with some of its switches on."""
-    path = os.pathsep.join(filter(None, (str(EQUIPMENT), os.environ.get("PYTHONPATH", ""))))
-    return {"PYTHONPATH": path} | {f"KVPP_TEST_{name.upper()}": "1" for name in switches}
 
 
 @pytest.fixture(scope="session")

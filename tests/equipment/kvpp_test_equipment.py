@@ -5,8 +5,8 @@
 ``KVPP_TEST_SPARSE=1``         sparse MLA on CPU (:mod:`kvpp_sparse_cpu`), with what CHUNKED keeps
                                and the blocks of 64 tokens that vLLM's indexer needs.
 ``KVPP_TEST_ASYNC=1``          with one of those: keep asynchronous scheduling, off there as well.
-``KVPP_TEST_FORK=1``           with one of those: fork processes, which vLLM spawns on CPU for its
-                               thread pools: two ranks start in a third of the time.
+``KVPP_TEST_FORK=1``           fork processes, which vLLM spawns on CPU for its thread pools: two
+                               ranks start in a third of the time.
 ``KVPP_TEST_LATE=1``           every broadcast starts when its layer waits for it, so that what a
                                layer does too early is always wrong, not only now and then.
 ``KVPP_TEST_NO_BROADCAST=1``   negative control: every broadcast is dropped.
@@ -23,6 +23,8 @@ def register() -> None:
     sparse = os.environ.get("KVPP_TEST_SPARSE") == "1"
     if sparse or os.environ.get("KVPP_TEST_CHUNKED") == "1":
         _keep_chunked_prefill(block_tokens=64 if sparse else None)
+    elif os.environ.get("KVPP_TEST_FORK") == "1":
+        _fork_processes()
     if os.environ.get("KVPP_TEST_ASYNC") == "1":
         _stand_in_for_streams()
     if sparse:
@@ -57,6 +59,21 @@ def _keep_chunked_prefill(block_tokens: int | None) -> None:
         cache.enable_prefix_caching = True
         scheduler.max_num_batched_tokens = kept
         cache.block_size = block_tokens or cache.block_size
+
+    check_and_update_config.kvpp_test = True
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def _fork_processes() -> None:
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config.__func__
+    if hasattr(original, "kvpp_test"):
+        return
+
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        original(cls, vllm_config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     check_and_update_config.kvpp_test = True
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)

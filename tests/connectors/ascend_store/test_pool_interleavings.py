@@ -74,6 +74,18 @@ class Interleavings(RuleBasedStateMachine):
     def reset(self):
         self.machine.reset()
 
+    @rule(rng=CHANCE)
+    def a_prompt_comes_back_and_a_reset_right_behind_it(self, rng):
+        for tokens in (14, 22):
+            self.machine.arrive(0, tokens, 1)
+            for _ in range(5):
+                self.machine.answer(rng)
+                if self.machine.step(rng):
+                    break
+                for _ in range(6):
+                    self.machine.rank_works(rng)
+        self.machine.reset()
+
     @invariant()
     def blocks_are_held(self):
         if self.machine is not None:
@@ -85,7 +97,7 @@ class Interleavings(RuleBasedStateMachine):
 
 
 TestInterleavings = Interleavings.TestCase
-TestInterleavings.settings = settings(max_examples=150, stateful_step_count=50)
+TestInterleavings.settings = settings(max_examples=100, stateful_step_count=40)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -129,7 +129,7 @@ class PoolMachine:
         self.versions = {}  # by scope
         self.names = {}  # tokens by block name
         self.contents = [[[None] * BLOCK_TOKENS for _ in range(NUM_BLOCKS)] for _ in self.ranks]
-        self.objects = set()  # (scope, rank, block name)
+        self.objects = set()  # (version, rank, block name)
         self.puts = [[] for _ in self.ranks]
         self.loads = [{} for _ in self.ranks]  # (order, scope) by request
         self.news = PoolReport(stages=[stage_shards(0, world_size)])
@@ -379,7 +379,7 @@ class PoolMachine:
         failed = {i for i in range(len(put.order.blocks)) if rng.random() < chance}
         for i, name in enumerate(put.order.blocks.hashes):
             if i not in failed:
-                self.objects.add((put.scope, rank, name))
+                self.objects.add((self.versions[put.scope], rank, name))
         self._tell(put.order.job, PutReport(ended=1, failed=failed))
 
     def _tell(self, job, report):
@@ -390,7 +390,7 @@ class PoolMachine:
         chance = rng.choice((0, 0, 0.4))
         first_bad = len(order.blocks)
         for i, block in enumerate(order.blocks.hashes):
-            is_there = (scope, rank, block) in self.objects
+            is_there = (self.versions[scope], rank, block) in self.objects
             if not is_there:
                 self.news.lost.add(block)
             if not is_there or rng.random() < chance:
@@ -415,8 +415,10 @@ class PoolMachine:
             self._answer(rng.choice(asked))
 
     def _answer(self, lookup):
+        version = self.versions.get(lookup.scope)
+
         def whole(name):
-            return all((lookup.scope, rank, name) in self.objects for rank in self.ranks)
+            return all((version, rank, name) in self.objects for rank in self.ranks)
 
         found = next((i for i, n in enumerate(lookup.hashes) if not whole(n)), len(lookup.hashes))
         lookup.blocks, lookup.answered_at = found, self.clock()
@@ -424,9 +426,9 @@ class PoolMachine:
     def lose(self, rng):
         """Drop some objects, of one rank or of all."""
         if self.objects:
-            scope, rank, name = rng.choice(sorted(self.objects))
+            version, rank, name = rng.choice(sorted(self.objects))
             ranks = [rank] if rng.random() < 0.5 else self.ranks
-            self.objects -= {(scope, each, name) for each in ranks}
+            self.objects -= {(version, each, name) for each in ranks}
 
     def reset(self):
         loading = any(life.state == "loading" for life in self.lives.values())

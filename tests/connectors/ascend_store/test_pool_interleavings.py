@@ -97,7 +97,7 @@ class Interleavings(RuleBasedStateMachine):
 
 
 TestInterleavings = Interleavings.TestCase
-TestInterleavings.settings = settings(max_examples=150, stateful_step_count=50)
+TestInterleavings.settings = settings(max_examples=100, stateful_step_count=40)
 
 
 @pytest.mark.parametrize("kind", KINDS)

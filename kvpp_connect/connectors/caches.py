@@ -1,13 +1,13 @@
 """Worker side: what this rank holds, registered with the transfer engine and put into words."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from kvpp_connect.connectors.mooncake_engine import TransferEngine
 from kvpp_connect.errors import LayoutError
-from kvpp_connect.layout import ComponentAddress, RankPlacement
+from kvpp_connect.layout import ComponentAddress, RankPlacement, tensor_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +31,8 @@ def describe_caches(
     """Describe the caches that this rank really holds, in the order of their names.
 
     Args:
-        kv_caches: cache tensors by layer name, shape ``(blocks, 1, tokens, width)`` where a block
-            of the scheduler may be several of the kernel's.
+        kv_caches: cache tensors by name, shape ``(blocks, 1, tokens, width)`` or ``(blocks,
+            tokens, 1, width)`` where a block of the scheduler may be several of the kernel's.
         placement: this rank's placement under KVPP, or ``None`` where every rank holds all.
 
     Raises:
@@ -45,15 +45,36 @@ def describe_caches(
     )
 
 
+def cache_tensors(
+    kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]],
+) -> dict[str, torch.Tensor]:
+    """One name for each cache tensor, where several may be bound to a layer."""
+    found: dict[str, torch.Tensor] = {}
+    for name, bound in kv_caches.items():
+        tensors = (bound,) if isinstance(bound, torch.Tensor) else bound
+        found |= {tensor_name(name, number): tensor for number, tensor in enumerate(tensors)}
+    return found
+
+
 def register_storage(engine: TransferEngine, kv_caches: Mapping[str, torch.Tensor]) -> int:
-    """Register the allocations behind the caches, each once; answer their number."""
-    storages = {
-        cache.untyped_storage().data_ptr(): cache.untyped_storage().nbytes()
-        for cache in kv_caches.values()
-    }
-    for address, length_bytes in storages.items():
-        engine.register(address, length_bytes)
-    return len(storages)
+    """Register what each allocation has of the caches, as one range; answer their number.
+
+    The range begins with the first cache, so that it is aligned where that one is.
+    """
+    ranges: dict[int, tuple[int, int]] = {}
+    for cache in kv_caches.values():
+        storage = cache.untyped_storage()
+        end = min(cache.data_ptr() + _extent(cache), storage.data_ptr() + storage.nbytes())
+        first, last = ranges.get(storage.data_ptr(), (cache.data_ptr(), end))
+        ranges[storage.data_ptr()] = min(first, cache.data_ptr()), max(last, end)
+    for first, last in ranges.values():
+        engine.register(first, last - first)
+    return len(ranges)
+
+
+def _extent(cache: torch.Tensor) -> int:
+    """Bytes from a cache's first to behind its last, gaps between its blocks included."""
+    return cache.shape[0] * cache.stride(0) * cache.element_size()
 
 
 def _address(name: str, cache: torch.Tensor, shape: BlockShape) -> ComponentAddress:
@@ -86,6 +107,6 @@ def _token_bytes(
 
     Packed caches are bytes to torch, and some keep all values of a block before all its scales.
     """
-    in_rows = cache.dim() == 4 and cache.shape[1] == 1 and cache.dtype.is_floating_point
-    rows = cache.shape[2] * kernel_blocks if in_rows else 0
+    in_rows = cache.dim() == 4 and 1 in cache.shape[1:3] and cache.dtype.is_floating_point
+    rows = cache.shape[1] * cache.shape[2] * kernel_blocks if in_rows else 0
     return page_bytes // rows if rows == block_tokens else 0

@@ -1,6 +1,7 @@
 """vLLM's connector API, imported in one place for the connectors."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -9,7 +10,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -22,6 +22,21 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 from vllm.v1.request import RequestStatus
 
 from kvpp_connect.platforms.base import PLATFORMS
+
+
+@dataclass
+class _TransferResults:
+    """Request ids; the failed ones are among the received ones as well."""
+
+    finished_sending: set[str] = field(default_factory=set[str])
+    finished_recving: set[str] = field(default_factory=set[str])
+    failed_recving: set[str] = field(default_factory=set[str])
+
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+except ImportError:  # up to 0.26, which asks get_finished and get_block_ids_with_load_errors
+    KVConnectorTransferResults = _TransferResults  # type: ignore[misc, assignment]
 
 if TYPE_CHECKING:
     # Types for the connectors, re-exported.

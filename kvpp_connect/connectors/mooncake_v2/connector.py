@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvpp_connect.connectors.caches import BlockShape
+from kvpp_connect.connectors.caches import BlockShape, cache_tensors
 from kvpp_connect.connectors.mooncake_v2.config import parse_extra_config, replica_port
 from kvpp_connect.connectors.mooncake_v2.metadata import StepOrders
 from kvpp_connect.connectors.mooncake_v2.scheduler_side import SchedulerSide
@@ -25,6 +25,7 @@ from kvpp_connect.seam.api import (
     get_ip,
     transfer_protocol,
 )
+from kvpp_connect.seam.host_plan import placement_for
 
 if TYPE_CHECKING:
     import torch
@@ -89,6 +90,8 @@ class MooncakeConnectorV2(KVConnectorBase_V1, SupportsHMA):
         host = config.host or get_ip()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._cache_config = kv_cache_config
+        self._failed_blocks: set[int] = set()
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(
                 config=config,
@@ -179,7 +182,9 @@ class MooncakeConnectorV2(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         assert self._worker is not None
-        self._worker.register(kv_caches)
+        tensors = cache_tensors(kv_caches)
+        placement = placement_for(self._vllm_config, self._cache_config, tensors)
+        self._worker.register(tensors, placement)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         assert self._worker is not None
@@ -200,6 +205,17 @@ class MooncakeConnectorV2(KVConnectorBase_V1, SupportsHMA):
             finished_recving=set(results.received),
             failed_recving=set(results.failed),
         )
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """What a vLLM without ``get_transfer_results`` asks, followed by the next question."""
+        assert self._worker is not None
+        results = self._worker.take_results()
+        self._failed_blocks |= results.failed_blocks
+        return set(results.sent), set(results.received)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
 
     def build_connector_worker_meta(self) -> MooncakeV2WorkerMetadata | None:
         assert self._worker is not None
@@ -258,7 +274,14 @@ def _block_shape(kv_cache_config: "KVCacheConfig", vllm_config: "VllmConfig") ->
             "kvpp-connect supports one"
         )
     spec, parallel = groups[0].kv_cache_spec, vllm_config.parallel_config
-    sharded = spec.dcp_sharded and parallel.decode_context_parallel_size > 1
+    sharded = parallel.decode_context_parallel_size > 1
+    if sharded and not hasattr(spec, "dcp_sharded"):
+        raise ConfigError(
+            "MooncakeConnectorV2: decode_context_parallel_size is "
+            f"{parallel.decode_context_parallel_size}, and this vLLM does not tell which caches it "
+            "splits. Use --decode-context-parallel-size 1"
+        )
+    sharded = sharded and spec.dcp_sharded
     return BlockShape(
         num_blocks=kv_cache_config.num_blocks,
         block_tokens=spec.block_size,

@@ -1,7 +1,7 @@
 """The only place that imports mooncake: its transfer engine behind a small interface."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from kvpp_connect.errors import ConfigError, PeerError
@@ -24,6 +24,8 @@ _TCP_SETTINGS = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
     "MC_TCP_STATUS_TIMEOUT_SEC": "5",
 }
+
+_ASCEND_REGIONS = 256  # that one process may register with HCCL
 
 
 class TransferEngine(Protocol):
@@ -67,6 +69,10 @@ class MooncakeEngine:
             os.environ.setdefault("MC_TCP_BIND_ADDRESS", host)
             for name, value in _TCP_SETTINGS.items():
                 os.environ.setdefault(name, value)
+        if protocol == "ascend":
+            # Longer than the network tries, so that a transfer that is given up writes no more.
+            timeout_ms = round(1000 * late_write_s(protocol)) + 3000
+            os.environ.setdefault("ASCEND_TRANSFER_TIMEOUT", str(timeout_ms))
         try:
             from mooncake.engine import TransferEngine as Engine
         except ImportError as error:
@@ -83,12 +89,21 @@ class MooncakeEngine:
                 f"{protocol!r} (code {code}); is {host!r} an address of this machine?"
             )
         self._session = f"{host}:{self._engine.get_rpc_port()}"
+        self._regions_left = _ASCEND_REGIONS if protocol == "ascend" else None
 
     @property
     def session(self) -> str:
         return self._session
 
     def register(self, address: int, length_bytes: int) -> None:
+        if self._regions_left is not None:
+            if self._regions_left == 0:
+                raise ConfigError(
+                    f"MooncakeConnectorV2: more than {_ASCEND_REGIONS} memory regions of KV cache, "
+                    "which is all that an NPU can register. With KVPP on this node it is one; or "
+                    "use more pipeline stages"
+                )
+            self._regions_left -= 1
         code = self._engine.register_memory(address, length_bytes)
         if code != 0:
             raise ConfigError(
@@ -111,3 +126,26 @@ class MooncakeEngine:
                 f"reading {sum(lengths_bytes)} bytes in {len(lengths_bytes)} pieces from "
                 f"{session} failed (mooncake code {code})"
             )
+
+
+def late_write_s(protocol: str, environment: Mapping[str, str] = os.environ) -> float:
+    """Seconds for which the network itself may go on with a read that was given up; 0 if unknown.
+
+    Of the NPUs' RDMA: a packet is sent again ``HCCL_RDMA_RETRY_CNT`` times, each time after
+    ``4.096 us * 2 ** HCCL_RDMA_TIMEOUT``.
+
+    Example:
+        >>> round(late_write_s("ascend", {}), 2)
+        30.06
+    """
+    if protocol != "ascend":
+        return 0.0
+    again_us = 4.096 * 2 ** _number(environment, "HCCL_RDMA_TIMEOUT", 20)
+    return again_us * _number(environment, "HCCL_RDMA_RETRY_CNT", 7) / 1e6
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    value = environment.get(name, str(default))
+    if not value.isdecimal():
+        raise ConfigError(f"{name} is {value!r} in the environment; expected a number")
+    return int(value)

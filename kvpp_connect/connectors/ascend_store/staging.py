@@ -92,7 +92,7 @@ class Staging:
         """Take a slot back. It may still be written for so many seconds: nobody gets it before."""
         slot.free_at = self._clock() + held_s if held_s else 0.0
         with self._condition:
-            self._free.append(slot)
+            self._free.insert(0, slot)  # the processor still has it in its cache
             self._condition.notify()
 
 

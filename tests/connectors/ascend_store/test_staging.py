@@ -147,3 +147,11 @@ def test_an_object_that_just_fits_a_slot_fits_with_its_padding():
     size = 9 * MIB + 1
     staging = staging_of(64 * MIB, count_slots(64 * MIB, [size]))
     assert staging.rows_for([size]) == 1
+
+
+def test_the_slot_that_came_back_last_is_taken_next():
+    staging = staging_of(64 * 1024, 4)
+    first, second = staging.take(0), staging.take(0)
+    staging.give_back(second)
+    staging.give_back(first)
+    assert staging.take(0) is first

@@ -51,9 +51,7 @@ def demo(
     ] = None,
     base_port: Annotated[
         int | None,
-        typer.Option(
-            min=1, max=65527, help="First of seven ports (pd), or nine (pool). Default: free ports."
-        ),
+        typer.Option(min=1, max=65528, help="First of seven ports. Default: free ports."),
     ] = None,
     log_dir: Annotated[
         Path | None, typer.Option(help="Where logs go, and stay. Default: temporary.")

@@ -55,7 +55,7 @@ def demo(
         typer.Option(
             min=1,
             max=65526,
-            help="First of seven ports (pd), nine (pool) or ten (multi). Default: free ports.",
+            help="First of seven ports (pd, pool), or ten (multi). Default: free ports.",
         ),
     ] = None,
     log_dir: Annotated[

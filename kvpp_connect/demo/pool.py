@@ -83,9 +83,9 @@ def _measure_rows(
         stages = planner(
             model, ports[POOL_PORTS_NEEDED:], pool, kv_cache_bytes=options.kv_cache_bytes
         )
-        launches = [plan.server.launch() for stage in stages for plan in stage]
-        launches += [pool.master(), pool.node()]
-        check_ports_free((x.name, port) for x in launches for port in (x.port, *x.other_ports))
+        for stage in stages:
+            launches = [pool.master(), pool.node(), *(plan.server.launch() for plan in stage)]
+            check_ports_free((x.name, port) for x in launches for port in (x.port, *x.other_ports))
         with Fleet(log_dir) as fleet:
             for launch in (pool.master(), pool.node()):
                 with show_progress(progress) as show:

@@ -9,7 +9,7 @@ from kvpp_connect.demo.pool_servers import PoolServers
 from kvpp_connect.demo.rows import Launchable
 from kvpp_connect.demo.servers import VllmServer
 
-ENGINE_PORTS_NEEDED = 5
+ENGINE_PORTS_NEEDED = 3
 BLOCK_TOKENS = 16  # fixed by vLLM's CPU kernels
 _RANKS = 2
 
@@ -54,7 +54,9 @@ def plan_pool_rows(
         ports: ENGINE_PORTS_NEEDED of them, all different.
         kv_cache_bytes: per rank of every server.
     """
-    plain, fill, single, hit, off = ports
+    plain, fill, single = ports
+    # The second stage takes over ports that the first one holds: free ones get lost meanwhile.
+    hit, off = plain, fill
 
     def server(name: str, port: int, ranks: int, *, kvpp: bool, pooled: bool = True) -> VllmServer:
         return VllmServer(

@@ -47,12 +47,13 @@ def test_a_block_that_is_computed_twice_is_there_once():
 
 
 def test_what_fills_the_pool_is_gone_before_others_hit_it():
-    first, second = plan_pool_rows(Path("/model"), (5, 6, 7, 8, 9), POOL, kv_cache_bytes=1000)
+    first, second = plan_pool_rows(Path("/model"), (5, 6, 7), POOL, kv_cache_bytes=1000)
     assert [row.name for row in first] == ["plain", "fill", "tp1"]
     assert [row.name for row in second] == ["hit", "off"]
     rows = (*first, *second)
     assert [row.cut for row in rows] == ["", "tp2", "tp1", "tp2", "tp2"]
     assert [row.shards for row in rows] == [0, 2, 1, 2, 2]
+    assert [row.server.launch().port for row in rows] == [5, 6, 7, 5, 6]
     words = [row.server.launch().argv for row in rows]
     assert ["--kv-transfer-config" in argv for argv in words] == [False, True, True, True, True]
     assert ["--additional-config" in argv for argv in words] == [False, True, False, True, False]

@@ -99,8 +99,8 @@ def _wrap_transport(wrap: Any) -> None:
     from kvpp_connect.broadcast.engine import PrefetchEngine
 
     original = PrefetchEngine.__init__
-    PrefetchEngine.__init__ = lambda self, placement, payload, transport, device: original(
-        self, placement, payload, wrap(transport), device
+    PrefetchEngine.__init__ = lambda self, placement, payload, transport, device, gate: original(
+        self, placement, payload, wrap(transport), device, gate
     )
 
 

@@ -1,12 +1,11 @@
 """What `kvpp demo multi` measured, judged and shown. Pure: nothing here talks to a server."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from rich.table import Table
-from rich.text import Text
+
+from kvpp_connect.demo.verdict import Report, answers_text, compare_answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,32 +47,12 @@ class PhaseReport:
     failures: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MultiReport:
-    """The whole result; ``error`` is set where the demo could not finish."""
-
-    rows: tuple[PhaseReport, ...]
-    total_s: float
-    error: str | None = None
-
-    @property
-    def failures(self) -> tuple[str, ...]:
-        """Every check that does not hold, with the row's name."""
-        return tuple(f"{row.name}: {failure}" for row in self.rows for failure in row.failures)
-
-    @property
-    def ok(self) -> bool:
-        """Whether all rows were measured and every check holds."""
-        return self.error is None and bool(self.rows) and not self.failures
+MultiReport = Report[PhaseReport]
 
 
 def judge(phase: Phase, plain: Phase) -> PhaseReport:
     """Compare a phase with plain vLLM (it may be that one itself), and with what was expected."""
-    identical = sum(a == b for a, b in zip(phase.tokens, plain.tokens, strict=True))
-    failures: list[str] = []
-    if identical != len(plain.tokens):
-        wrong = len(plain.tokens) - identical
-        failures.append(f"{wrong} of {len(plain.tokens)} answers differ from plain vLLM")
+    identical, failures = compare_answers(phase.tokens, plain.tokens)
     hit = sum(phase.pool_hit_tokens.values())
     if hit != phase.expected_hit_tokens:
         failures.append(f"{hit} tokens came from the pool, {phase.expected_hit_tokens} should have")
@@ -100,12 +79,6 @@ def judge(phase: Phase, plain: Phase) -> PhaseReport:
     )
 
 
-def to_json(report: MultiReport) -> str:
-    """The report as one JSON object on one line."""
-    value: dict[str, Any] = {"ok": report.ok, **asdict(report), "failures": report.failures}
-    return json.dumps(value)
-
-
 def to_table(report: MultiReport) -> Table:
     """The report as a rich table."""
     table = Table(title="P/D and a KV pool together", title_justify="left")
@@ -114,13 +87,11 @@ def to_table(report: MultiReport) -> Table:
     for heading in ("from the pool (by hand)", "on P1", "on P2", "pulled by D", "requests"):
         table.add_column(heading, justify="right")
     for row in report.rows:
-        same = row.identical == row.requests
-        verdict = f"{'identical' if same else 'DIFFERENT'} ({row.identical} of {row.requests})"
         hits = row.pool_hit_tokens
         total = f"{sum(hits.values()):,} ({row.expected_hit_tokens:,})"
         table.add_row(
             row.title,
-            Text(verdict, style="green" if same else "bold red"),
+            answers_text(row.identical, row.requests),
             total if hits else "-",
             *(f"{hits[name]:,}" if name in hits else "-" for name in ("p1", "p2")),
             f"{row.pulled_tokens:,} of {row.prompt_tokens:,}" if hits else "-",

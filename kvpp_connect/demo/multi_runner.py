@@ -1,7 +1,7 @@
 """Running `kvpp demo multi`: the same requests to plain vLLM, then three times to all nodes."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,7 +46,7 @@ class MultiRunner:
     console: Console  # for progress
     expected: ExpectedPool = field(default_factory=ExpectedPool)
 
-    def phases(self) -> Iterator[Phase]:
+    def phases(self) -> Generator[Phase]:
         """One phase after the other, so that an error leaves those before it.
 
         Raises:

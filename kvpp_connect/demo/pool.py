@@ -4,9 +4,6 @@ Mooncake's master and a node with memory run all the time, so the pool outlives 
 codes, progress and errors as `kvpp demo pd`.
 """
 
-import contextlib
-import sys
-import time
 from collections.abc import Generator
 from pathlib import Path
 
@@ -14,13 +11,7 @@ from rich.console import Console
 
 from kvpp_connect.demo.fleet import Fleet
 from kvpp_connect.demo.model import ModelSpec
-from kvpp_connect.demo.pool_report import (
-    PoolReport,
-    PoolRowMeasurement,
-    judge,
-    to_json,
-    to_table,
-)
+from kvpp_connect.demo.pool_report import PoolRowMeasurement, judge, to_table
 from kvpp_connect.demo.pool_rows import ENGINE_PORTS_NEEDED, PoolRowPlanner, plan_pool_rows
 from kvpp_connect.demo.pool_runner import PoolRunner
 from kvpp_connect.demo.pool_servers import POOL_PORTS_NEEDED, PoolServers
@@ -31,8 +22,7 @@ from kvpp_connect.demo.scenario import (
     DemoOptions,
     choose_ports,
     model_folder,
-    print_problems,
-    result_console,
+    report_rows,
     run_scenario,
 )
 from kvpp_connect.demo.workload import make_waves
@@ -43,32 +33,12 @@ _POOL_START_S = 60.0
 
 def run_pool_demo(options: DemoOptions, planner: PoolRowPlanner = plan_pool_rows) -> int:
     """Run the demo; returns the exit code."""
-    return run_scenario(
-        options, lambda log_dir, progress: _run_and_print(options, planner, log_dir, progress)
-    )
 
+    def run(log_dir: Path, progress: Console) -> bool:
+        rows = _measure_rows(options, planner, log_dir, progress)
+        return report_rows(rows, judge, to_table, options, progress)
 
-def _run_and_print(
-    options: DemoOptions, planner: PoolRowPlanner, log_dir: Path, progress: Console
-) -> bool:
-    measured: list[PoolRowMeasurement] = []
-    begin = time.monotonic()
-    error: KvppError | None = None
-    try:
-        # Closed on every way out: the pool's servers run in it.
-        with contextlib.closing(_measure_rows(options, planner, log_dir, progress)) as rows:
-            for row in rows:
-                measured.append(row)  # noqa: PERF402 - an error keeps the rows before it
-    except KvppError as caught:
-        error = caught
-    report = PoolReport(
-        rows=tuple(judge(row, measured[0]) for row in measured),
-        total_s=round(time.monotonic() - begin, 1),
-        error=str(error) if error else None,
-    )
-    _print_report(report, as_json=options.as_json)
-    print_problems(report.failures, error, progress)
-    return report.ok
+    return run_scenario(options, run)
 
 
 def _measure_rows(
@@ -115,15 +85,3 @@ def _summary(row: PoolRowMeasurement) -> str:
         f"  {row.name}: {len(row.tokens)} answers in {row.requests_s:.1f} s; {row.hit_tokens:,} "
         f"of {row.prompt_tokens:,} prompt tokens from the pool"
     )
-
-
-def _print_report(report: PoolReport, *, as_json: bool) -> None:
-    if as_json:
-        sys.stdout.write(to_json(report) + "\n")
-        sys.stdout.flush()
-        return
-    if report.rows:
-        console = result_console()
-        console.print(to_table(report))
-        if report.ok:
-            console.print(f"all rows identical, all checks hold ({report.total_s:.0f} s)")

@@ -1,13 +1,11 @@
 """What `kvpp demo pool` measured, judged and shown. Pure values; nothing here talks to a server."""
 
-import json
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from rich.table import Table
-from rich.text import Text
 
 from kvpp_connect.connectors.ascend_store.objects import HEADER_BYTES
+from kvpp_connect.demo.verdict import Report, answers_text, compare_answers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,33 +84,12 @@ class PoolRowReport:
     failures: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolReport:
-    """The whole result; `error` is set where the demo could not finish."""
-
-    rows: tuple[PoolRowReport, ...]
-    total_s: float
-    error: str | None = None
-
-    @property
-    def failures(self) -> tuple[str, ...]:
-        """Every check that does not hold, with the row's name."""
-        return tuple(f"{row.name}: {failure}" for row in self.rows for failure in row.failures)
-
-    @property
-    def ok(self) -> bool:
-        """Whether all rows were measured and every check holds."""
-        return self.error is None and bool(self.rows) and not self.failures
+PoolReport = Report[PoolRowReport]
 
 
 def judge(row: PoolRowMeasurement, plain: PoolRowMeasurement) -> PoolRowReport:
     """Compare a row with plain vLLM, which may be the row itself, and with what was expected."""
-    pairs = zip(row.tokens, plain.tokens, strict=True)
-    identical = sum(mine == theirs for mine, theirs in pairs)
-    failures: list[str] = []
-    if identical != len(plain.tokens):
-        wrong = len(plain.tokens) - identical
-        failures.append(f"{wrong} of {len(plain.tokens)} answers differ from plain vLLM")
+    identical, failures = compare_answers(row.tokens, plain.tokens)
     if row.hit_tokens != row.expected_hit_tokens:
         failures.append(
             f"{row.hit_tokens} tokens came from the pool, {row.expected_hit_tokens} should have"
@@ -152,12 +129,6 @@ def _pool_failures(pool: PoolContents) -> list[str]:
     return []
 
 
-def to_json(report: PoolReport) -> str:
-    """The report as one JSON object on one line."""
-    value: dict[str, Any] = {"ok": report.ok, **asdict(report), "failures": report.failures}
-    return json.dumps(value)
-
-
 def to_table(report: PoolReport) -> Table:
     """The report as a rich table."""
     table = Table(title="One KV pool, several vLLM servers", title_justify="left")
@@ -173,12 +144,10 @@ def to_table(report: PoolReport) -> Table:
     ):
         table.add_column(heading, justify="right")
     for row in report.rows:
-        same = row.identical == row.requests
-        verdict = f"{'identical' if same else 'DIFFERENT'} ({row.identical} of {row.requests})"
         hit = f"{row.hit_tokens:,} ({row.expected_hit_tokens:,})"
         table.add_row(
             row.title,
-            Text(verdict, style="green" if same else "bold red"),
+            answers_text(row.identical, row.requests),
             "-" if row.objects is None else hit,
             f"{row.computed_tokens:,} of {row.prompt_tokens:,}",
             f"{row.first_token_s * 1e3:,.0f} ms",

@@ -1,13 +1,11 @@
 """What the demo measured, judged and shown. Pure values; nothing here talks to a server."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from rich.table import Table
-from rich.text import Text
 
+from kvpp_connect.demo.verdict import Report, answers_text, compare_answers
 from kvpp_connect.layout import capacity_ratio
 
 # Blocks are whole, so a measured ratio misses the formula a little; a wrong layout misses by 1/L.
@@ -66,37 +64,16 @@ class RowReport:
     failures: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DemoReport:
-    """The whole result; `error` is set where the demo could not finish."""
-
-    rows: tuple[RowReport, ...]
-    total_s: float
-    error: str | None = None
-
-    @property
-    def failures(self) -> tuple[str, ...]:
-        """Every check that does not hold, with the row's name."""
-        return tuple(f"{row.name}: {failure}" for row in self.rows for failure in row.failures)
-
-    @property
-    def ok(self) -> bool:
-        """Whether all rows were measured and every check holds."""
-        return self.error is None and bool(self.rows) and not self.failures
+DemoReport = Report[RowReport]
 
 
 def judge(row: RowMeasurement, plain: RowMeasurement) -> RowReport:
     """Compare a row with plain vLLM, which may be the row itself."""
-    pairs = zip(row.tokens, plain.tokens, strict=True)
-    identical = sum(mine == theirs for mine, theirs in pairs)
+    identical, failures = compare_answers(row.tokens, plain.tokens)
     formula = 1.0
     if row.kvpp_ranks is not None:
         formula = capacity_ratio(row.layers, row.kvpp_ranks, row.scratch_share)
     ratio = row.kv_cache_tokens / plain.kv_cache_tokens
-    failures = []
-    if identical != len(plain.tokens):
-        wrong = len(plain.tokens) - identical
-        failures.append(f"{wrong} of {len(plain.tokens)} answers differ from plain vLLM")
     if abs(ratio / formula - 1) > RATIO_TOLERANCE:
         failures.append(f"KV cache is {ratio:.3f} x plain vLLM, the formula says {formula:.3f} x")
     if row.pull is not None:
@@ -130,12 +107,6 @@ def _pull_failures(pull: PullCounters, prompt_tokens: int) -> list[str]:
     return []
 
 
-def to_json(report: DemoReport) -> str:
-    """The report as one JSON object on one line."""
-    value: dict[str, Any] = {"ok": report.ok, **asdict(report), "failures": report.failures}
-    return json.dumps(value)
-
-
 def to_table(report: DemoReport) -> Table:
     """The report as a rich table."""
     table = Table(title="KVPP on real vLLM servers", title_justify="left")
@@ -144,12 +115,10 @@ def to_table(report: DemoReport) -> Table:
     table.add_column("pulled / logical KV", justify="right")
     table.add_column("requests", justify="right")
     for row in report.rows:
-        same = row.identical == row.requests
-        verdict = f"{'identical' if same else 'DIFFERENT'} ({row.identical} of {row.requests})"
         ratio = f"{row.kv_cache_ratio:.2f} ({row.kv_cache_ratio_formula:.2f})"
         table.add_row(
             row.title,
-            Text(verdict, style="green" if same else "bold red"),
+            answers_text(row.identical, row.requests),
             f"{row.kv_cache_tokens:,} tokens",
             ratio,
             _pull_text(row),

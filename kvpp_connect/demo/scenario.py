@@ -1,22 +1,28 @@
-"""What all scenarios of `kvpp demo` have in common: options, model, ports, logs, exit codes."""
+"""What all scenarios of `kvpp demo` have in common: options, model, ports, logs, the result."""
 
 import contextlib
 import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from rich.console import Console
+from rich.table import Table
 
 from kvpp_connect.demo.interrupt import Interrupted
 from kvpp_connect.demo.model import ModelSpec, write_checkpoint
 from kvpp_connect.demo.ports import free_ports
 from kvpp_connect.demo.process import ServerError
+from kvpp_connect.demo.verdict import Report, Row, to_json
 from kvpp_connect.errors import KvppError
 
 CACHE_DIR = Path(".cache/kvpp")
+Measured = TypeVar("Measured")
 _PLAIN_WIDTH = 140  # columns where the output is not a terminal
 
 
@@ -80,13 +86,56 @@ def model_folder(spec: ModelSpec) -> Iterator[Path]:
         yield write_checkpoint(path, spec)
 
 
-def result_console() -> Console:
+def report_rows(
+    rows: Generator[Measured],
+    judge: Callable[[Measured, Measured], Row],
+    to_table: Callable[[Report[Row]], Table],
+    options: DemoOptions,
+    progress: Console,
+    details: Callable[[Sequence[Row]], str] | None = None,
+) -> bool:
+    """Judge each row against the first one and print the result; answer whether all checks hold.
+
+    Args:
+        rows: measures one row after the other; an error leaves those before it. Closed on every
+            way out, since servers may run in it.
+        details: what to print below the table.
+    """
+    measured: list[Measured] = []
+    begin = time.monotonic()
+    error: KvppError | None = None
+    try:
+        with contextlib.closing(rows):
+            for row in rows:
+                measured.append(row)  # noqa: PERF402 - an error keeps the rows before it
+    except KvppError as caught:
+        error = caught
+    report = Report(
+        rows=tuple(judge(row, measured[0]) for row in measured),
+        total_s=round(time.monotonic() - begin, 1),
+        error=str(error) if error else None,
+    )
+    if options.as_json:
+        sys.stdout.write(to_json(report) + "\n")
+        sys.stdout.flush()
+    elif report.rows:
+        console = _result_console()
+        console.print(to_table(report))
+        if details is not None:
+            console.print(details(report.rows), markup=False, highlight=False)
+        if report.ok:
+            console.print(f"all rows identical, all checks hold ({report.total_s:.0f} s)")
+    _print_problems(report.failures, error, progress)
+    return report.ok
+
+
+def _result_console() -> Console:
     """Where the result goes: stdout, as wide as the tables where it is no terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=_PLAIN_WIDTH)
 
 
-def print_problems(failures: Sequence[str], error: KvppError | None, console: Console) -> None:
+def _print_problems(failures: Sequence[str], error: KvppError | None, console: Console) -> None:
     """Say what is wrong: checks that do not hold, and what kept the scenario from its end."""
     for failure in failures:
         console.print(f"check failed: {failure}", style="bold red", markup=False, soft_wrap=True)

@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 
 from kvpp_connect.demo.multi import make_prompts
-from kvpp_connect.demo.multi_report import MultiReport, Phase, judge, to_json, to_table
+from kvpp_connect.demo.multi_report import MultiReport, Phase, judge, to_table
 from kvpp_connect.demo.multi_servers import plan_servers
 from kvpp_connect.demo.pool_servers import PoolServers
+from kvpp_connect.demo.verdict import to_json
 
 POOL = PoolServers(ports=(1, 2, 3, 4))
 TOKENS = ((1, 2), (3, 4))

@@ -12,9 +12,9 @@ from kvpp_connect.demo.pool_report import (
     PoolReport,
     PoolRowMeasurement,
     judge,
-    to_json,
     to_table,
 )
+from kvpp_connect.demo.verdict import to_json
 
 CONTENTS = PoolContents(
     objects=20, stored_bytes=10_000 + 20 * 64, expected_objects=20, logical_bytes=10_000

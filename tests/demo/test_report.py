@@ -10,9 +10,9 @@ from kvpp_connect.demo.report import (
     PullCounters,
     RowMeasurement,
     judge,
-    to_json,
     to_table,
 )
+from kvpp_connect.demo.verdict import to_json
 
 PER_TOKEN = 6 * 576 * 4
 PLAIN = RowMeasurement(

@@ -113,7 +113,10 @@ class PoolMachine:
         self.side = SchedulerSide(
             config=config,
             shape=EngineShape(
-                block_tokens=BLOCK_TOKENS, stages=1, world_size=world_size, ordered_steps=ordered
+                block_tokens=BLOCK_TOKENS,
+                stages=1,
+                world_size=world_size,
+                steps_in_flight=1 if ordered else 2,
             ),
             identity="model",
             lookups=self.lookups,

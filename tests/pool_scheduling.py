@@ -172,7 +172,7 @@ class Scheduling:
                 block_tokens=BLOCK_TOKENS,
                 stages=stages,
                 world_size=world_size,
-                ordered_steps=ordered,
+                steps_in_flight=1 if ordered else 2,
             ),
             identity="model",
             lookups=self.lookups,

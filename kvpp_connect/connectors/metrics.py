@@ -6,7 +6,7 @@ value at that moment. A counter with a cause is called ``name/cause``.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from prometheus_client import Counter, Gauge
 
@@ -99,3 +99,50 @@ class ConnectorPrometheus(KVConnectorPromMetrics):
                 self._counters[name][engine_idx].inc(value)
             elif name in self._gauges:
                 self._gauges[name][engine_idx].set(value)
+
+
+class CountingSide(Protocol):
+    """A connector's scheduler or worker side."""
+
+    def take_counts(self) -> Mapping[str, float]:
+        """Counters since the last call, and gauges, by metric name."""
+        ...
+
+    def close(self) -> None:
+        """Stop. Idempotent."""
+        ...
+
+
+class ReportsMetrics:
+    """What vLLM asks of both sides of a connector alike. Goes in front of vLLM's base class."""
+
+    stats_class: ClassVar[type[ConnectorStats]]
+    prometheus_class: ClassVar[type[ConnectorPrometheus]]
+    # One of them, by the process's role.
+    _scheduler: CountingSide | None
+    _worker: CountingSide | None
+
+    def get_kv_connector_stats(self) -> ConnectorStats | None:
+        side = self._worker or self._scheduler
+        assert side is not None, "a connector has one side"
+        counts = side.take_counts()
+        return self.stats_class(data=dict(counts)) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> ConnectorStats:
+        return cls.stats_class(data=dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: dict[type[Any], type[Any]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> ConnectorPrometheus:
+        return cls.prometheus_class(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        for side in (self._scheduler, self._worker):
+            if side is not None:
+                side.close()

@@ -252,6 +252,10 @@ LEDGER: tuple[Touchpoint, ...] = (
         why="connectors: steps go on while the pool's ranks still copy blocks",
     ),
     Touchpoint(
+        target="vllm.config.vllm:VllmConfig.max_concurrent_batches",
+        why="connectors: how many steps are scheduled before the first one's results are known",
+    ),
+    Touchpoint(
         target="vllm.v1.core.kv_cache_manager:KVCacheManager.get_block_ids",
         parameters=("self", "request_id"),
         why="connectors: where a request's blocks are",

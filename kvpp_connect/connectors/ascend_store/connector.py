@@ -14,6 +14,7 @@ from kvpp_connect.connectors.ascend_store.scheduler_side import EngineShape, Sch
 from kvpp_connect.connectors.ascend_store.stats import PoolPrometheus, PoolStats
 from kvpp_connect.connectors.ascend_store.worker_side import RankPlace, WorkerSide
 from kvpp_connect.connectors.caches import block_shape
+from kvpp_connect.connectors.metrics import ReportsMetrics
 from kvpp_connect.errors import ConfigError
 from kvpp_connect.layout import TokenShard
 from kvpp_connect.seam.api import (
@@ -76,8 +77,11 @@ class PoolWorkerMetadata(KVConnectorWorkerMetadata):
         return PoolWorkerMetadata(together)
 
 
-class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
+class AscendStoreConnector(ReportsMetrics, KVConnectorBase_V1, SupportsHMA):
     """KV pool in which each layer is stored once, by a rank that really holds it."""
+
+    stats_class = PoolStats
+    prometheus_class = PoolPrometheus
 
     def __init__(
         self,
@@ -125,7 +129,6 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
                 block_tokens=self._shape.block_tokens * self._shape.token_shards,
                 stages=parallel.pipeline_parallel_size,
                 world_size=parallel.world_size,
-                ordered_steps=_has_ordered_steps(vllm_config),
                 steps_in_flight=vllm_config.max_concurrent_batches,
             ),
             identity=model_identity(vllm_config, config.namespace),
@@ -281,39 +284,6 @@ class AscendStoreConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(metadata, PoolMetadata)
         return metadata.orders
 
-    # Both sides
-
-    def get_kv_connector_stats(self) -> PoolStats | None:
-        side = self._worker or self._scheduler
-        assert side is not None
-        counts = side.take_counts()
-        return PoolStats(data=dict(counts)) if counts else None
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> PoolStats:
-        return PoolStats(data=dict(data or {}))
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: "VllmConfig",
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> PoolPrometheus:
-        return PoolPrometheus(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-    def shutdown(self) -> None:
-        for side in (self._scheduler, self._worker):
-            if side is not None:
-                side.close()
-
-
-def _has_ordered_steps(vllm_config: "VllmConfig") -> bool:
-    """Whether a step's results are known before the next one is scheduled."""
-    asynchronous = bool(vllm_config.scheduler_config.async_scheduling)
-    return not asynchronous and vllm_config.parallel_config.pipeline_parallel_size == 1
-
 
 def _check_engine(vllm_config: "VllmConfig", config: PoolConfig) -> None:
     model = vllm_config.model_config
@@ -322,7 +292,7 @@ def _check_engine(vllm_config: "VllmConfig", config: PoolConfig) -> None:
             "AscendStoreConnector: the model does not use MLA, its ranks hold different KV heads; "
             "this version of kvpp-connect pools MLA models only"
         )
-    if config.load_mode != "async" and not _has_ordered_steps(vllm_config):
+    if config.load_mode != "async" and vllm_config.max_concurrent_batches > 1:
         setting = "use_layerwise" if config.load_mode == "layerwise" else '"load_async": false'
         raise ConfigError(
             f"AscendStoreConnector: {setting} needs steps one after the other, since a load that "

@@ -1,7 +1,6 @@
 """Copies between the blocks of caches and rows of staging."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 import numpy as np
@@ -115,7 +114,7 @@ class DeviceCopier:
         after: StreamEvent | None,
     ) -> None:
         """Copy blocks into rows."""
-        with self._stream():
+        with self._device.transfers():
             if after is not None:
                 after.wait()
             ids = torch.tensor(block_ids, device=self._memory)
@@ -131,14 +130,11 @@ class DeviceCopier:
         begin: int = HEADER_BYTES,
     ) -> None:
         """Copy rows into blocks."""
-        with self._stream():
+        with self._device.transfers():
             ids = torch.tensor(block_ids, device=self._memory)
             for cache, part in _parts(caches, rows, begin):
                 cache.index_copy_(0, ids, part.to(self._memory, non_blocking=True))
             self._device.finish_transfers()
-
-    def _stream(self) -> AbstractContextManager[object]:
-        return self._device.transfers()
 
 
 def _parts(

@@ -69,15 +69,18 @@ class Step:
 class EngineShape:
     """The engine as the scheduler side counts it.
 
-    ``ordered_steps``: a step's results are known before the next one is scheduled; else
-    ``steps_in_flight`` are scheduled before the first one's are.
+    ``steps_in_flight``: so many are scheduled before the first one's results are known.
     """
 
     block_tokens: int
     stages: int
     world_size: int
-    ordered_steps: bool = True
-    steps_in_flight: int = 2
+    steps_in_flight: int = 1
+
+    @property
+    def ordered_steps(self) -> bool:
+        """Whether a step's results are known before the next one is scheduled."""
+        return self.steps_in_flight == 1
 
 
 class SchedulerSide:
@@ -280,7 +283,7 @@ class SchedulerSide:
             tracked = self._requests.get(request_id)
             if tracked is None or not tracked.may_store:
                 continue
-            if (tail := self._storable_tail(tracked, scheduled)) and len(hashes) < room:
+            if len(hashes) < room and (tail := self._storable_tail(tracked, scheduled)):
                 hashes.append(tail)
                 block_ids.append(step.block_ids(request_id)[self._full_prompt_blocks(tracked)])
             request = tracked.request

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kvpp_connect.connectors.caches import block_shape
+from kvpp_connect.connectors.metrics import ReportsMetrics
 from kvpp_connect.connectors.mooncake_v2.config import parse_extra_config, replica_port
 from kvpp_connect.connectors.mooncake_v2.metadata import StepOrders
 from kvpp_connect.connectors.mooncake_v2.scheduler_side import SchedulerSide
@@ -74,8 +75,11 @@ class MooncakeV2WorkerMetadata(KVConnectorWorkerMetadata):
         return MooncakeV2WorkerMetadata(longest)
 
 
-class MooncakeConnectorV2(KVConnectorBase_V1, SupportsHMA):
+class MooncakeConnectorV2(ReportsMetrics, KVConnectorBase_V1, SupportsHMA):
     """Pull-based P/D connector that reads each layer from a rank that really holds it."""
+
+    stats_class = MooncakeV2Stats
+    prometheus_class = MooncakeV2Prometheus
 
     def __init__(
         self,
@@ -222,31 +226,3 @@ class MooncakeConnectorV2(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Nothing to save."""
-
-    # Both sides
-
-    def get_kv_connector_stats(self) -> MooncakeV2Stats | None:
-        side = self._worker or self._scheduler
-        assert side is not None
-        counts = side.take_counts()
-        return MooncakeV2Stats(data=dict(counts)) if counts else None
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> MooncakeV2Stats:
-        return MooncakeV2Stats(data=dict(data or {}))
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: "VllmConfig",
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> MooncakeV2Prometheus:
-        return MooncakeV2Prometheus(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-    def shutdown(self) -> None:
-        if self._scheduler is not None:
-            self._scheduler.close()
-        if self._worker is not None:
-            self._worker.close()

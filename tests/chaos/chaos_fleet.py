@@ -6,6 +6,7 @@ tokens that its client gets; bytes are judged by the ranks (chaos_rank.py).
 
 import random
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
@@ -34,7 +35,7 @@ class Call:
         return f"{self.request_id} {self.fault} in {self.stage} {self.decode}"
 
 
-class Fleet:
+class Fleet(ABC):
     """The nodes and all that is known of the requests."""
 
     def __init__(self, nodes: list[Node], seed) -> None:
@@ -171,13 +172,13 @@ class Fleet:
         else:
             self._end(call, {"abort": "aborted", "rejected": "rejected"}.get(reason, "failed"))
 
+    @abstractmethod
     def _take(self, node, call, tokens, reason):
         """A request's tokens have come; ``reason`` is that of its end."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _ended(self, node, call, params):
         """A node is through with a request."""
-        raise NotImplementedError
 
     def _judge(self, call):
         expected = continuation(call.prompt, call.max_tokens)

@@ -16,7 +16,13 @@ from kvpp_connect.layout.manifest import (
     TokenShard,
     layout_digest,
 )
-from kvpp_connect.layout.model import CacheComponent, LayerBundle, StageLayers, stage_layers
+from kvpp_connect.layout.model import (
+    CacheComponent,
+    LayerBundle,
+    StageLayers,
+    stage_layers,
+    tensor_name,
+)
 from kvpp_connect.layout.ownership import assign_owners, equal_counts
 from kvpp_connect.layout.placement import (
     BundlePlace,
@@ -64,4 +70,5 @@ __all__ = [
     "running_obstacle",
     "running_scratch",
     "stage_layers",
+    "tensor_name",
 ]

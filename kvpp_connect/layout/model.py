@@ -13,7 +13,8 @@ from kvpp_connect.errors import LayoutError
 class CacheComponent:
     """One cache tensor of a layer: main KV, indexer keys, quantisation scales.
 
-    ``layer_name`` is the name under which vLLM binds the tensor; it is unique in an engine.
+    ``layer_name`` is the name under which vLLM binds the tensor, or ``tensor_name`` where it binds
+    several to one name; it is unique in an engine.
     ``page_bytes`` is the size of one block of this component.
     """
 
@@ -25,6 +26,11 @@ class CacheComponent:
             raise LayoutError(
                 f"component {self.layer_name!r}: page_bytes is {self.page_bytes}, expected > 0"
             )
+
+
+def tensor_name(layer_name: str, number: int) -> str:
+    """Name of the ``number``-th of the cache tensors that are bound to a layer."""
+    return f"{layer_name}/{number}" if number else layer_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
 from kvpp_connect.broadcast.engine import BroadcastError, PrefetchEngine
 from kvpp_connect.errors import SeamError
-from kvpp_connect.layout import RankPlacement
+from kvpp_connect.layout import BundlePlace, RankPlacement
 
 
 class LayerHooks:
@@ -36,13 +36,16 @@ class LayerHooks:
         self._engine = engine
         self._placement = placement
         self._seen: set[str] = set()
+        self._hook_layers(layers)
+
+    def _hook_layers(self, layers: dict[str, Any]) -> None:
         indexers: dict[str, Callable[[], None]] = {}
-        for bundle in placement.bundles:
-            names = [place.component.layer_name for place in bundle.components]
+        for bundle in self._placement.bundles:
+            names = bundle_names(bundle)
             if not any(isinstance(layers[name], MLAAttention) for name in names):
                 raise SeamError(f"KVPP: no MLA layer among {', '.join(names)}")
             for name in names:
-                enter = self._entrance(name, bundle.ordinal)
+                enter = self._entrance([name], bundle.ordinal)
                 if isinstance(layers[name], MLAAttention):
                     _hook_main(layers[name], enter)
                 else:
@@ -67,13 +70,14 @@ class LayerHooks:
             self._engine.abandon(reason)
             raise BroadcastError(f"KVPP rank {self._placement.rank}: {reason}")
 
-    def _entrance(self, name: str, ordinal: int) -> Callable[[], None]:
+    def _entrance(self, names: list[str], ordinal: int) -> Callable[[], None]:
+        """What to call before the first access to some of a bundle's caches."""
         engine = self._engine
 
         def enter() -> None:
             if not engine.armed:
                 return
-            self._seen.add(name)
+            self._seen.update(names)
             if engine.held == ordinal:
                 return
             if engine.held is not None:  # the layer before: its attention is behind us
@@ -81,6 +85,11 @@ class LayerHooks:
             engine.acquire(ordinal)
 
         return enter
+
+
+def bundle_names(bundle: BundlePlace) -> list[str]:
+    """Names of a bundle's caches."""
+    return [place.component.layer_name for place in bundle.components]
 
 
 def _hook_main(layer: Any, enter: Callable[[], None]) -> None:  # noqa: ANN401 - an MLAAttention

@@ -2,18 +2,17 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from vllm.v1.kv_cache_interface import KVCacheTensor
 
 from kvpp_connect._log import get_logger
+from kvpp_connect.broadcast.collective import GroupBroadcast
 from kvpp_connect.broadcast.engine import BundleGate, PrefetchEngine
 from kvpp_connect.broadcast.payload import CompactPayload, FullPayload
 from kvpp_connect.broadcast.transports import create_transport
 from kvpp_connect.config import KvppConfig
-from kvpp_connect.errors import LayoutError, SeamError
+from kvpp_connect.errors import LayoutError
 from kvpp_connect.layout import (
     GroupLayout,
     RankPlacement,
@@ -72,7 +71,7 @@ def has_history(scheduler_output: "SchedulerOutput") -> bool:
 
 
 class KvppRuntime:
-    """KVPP in one worker. Life cycle: ``budget`` -> ``rewrite`` -> ``attach`` -> ``forward``s."""
+    """KVPP in one worker. Life cycle: ``budget`` -> ``place`` -> ``attach`` -> ``forward``s."""
 
     def __init__(
         self,
@@ -82,18 +81,21 @@ class KvppRuntime:
         planner_block_bytes: int,
         group: GroupInfo,
         scratch: ScratchSize,
+        hooks_class: type[LayerHooks] = LayerHooks,
     ) -> None:
         self._config = config
         self._platform = platform
         self._group = group
         self._planner_bytes = planner_block_bytes
+        self._hooks_class = hooks_class
+        self._transport: GroupBroadcast | None = None
         self._layout = plan_group(stage, group.group_size, platform.alignment_bytes, scratch)
         self._memory_bytes: int | None = None
         self._placement: RankPlacement | None = None
         self._engine: PrefetchEngine | None = None
         self._hooks: LayerHooks | None = None
         self._compact: CompactForward | None = None
-        _check_same_plan(self._layout, group)
+        check_same_plan(self._layout, group)
 
     def budget(self, memory_bytes: int) -> int:
         """Turn this rank's KV memory into the bytes to report to vLLM's planner."""
@@ -130,8 +132,8 @@ class KvppRuntime:
             note,
         )
 
-    def rewrite(self, cache_config: "KVCacheConfig", enforced_blocks: bool) -> "KVCacheConfig":
-        """Replace the planner's tensor placement with this rank's.
+    def place(self, cache_config: "KVCacheConfig", enforced_blocks: bool) -> RankPlacement:
+        """Place this rank's caches, for the number of blocks that the planner settled on.
 
         Args:
             enforced_blocks: the user set the block count (``num_gpu_blocks_override``), so it
@@ -156,34 +158,35 @@ class KvppRuntime:
                 "bytes per block as expected"
             )
         self._placement = _active_placement = placement
-        tensors = [
-            KVCacheTensor(
-                size=placement.total_bytes,
-                layers=[place.component.layer_name],
-                layer_stride=place.component.page_bytes * blocks,
-                block_stride=place.component.page_bytes,
-                offset=place.offset,
-            )
-            for place in placement.components
-        ]
-        return replace(cache_config, kv_cache_tensors=tensors, kv_tp_replicas=1)
+        return placement
 
-    def attach(self, layers: "dict[str, Any]", runner: "GPUModelRunner") -> None:
+    def connect(self) -> GroupBroadcast:
+        """Make this process's transport, once. Collective over the world.
+
+        A worker that measures memory calls it before, if the transport takes any.
+        """
+        if self._transport is None:
+            self._transport = create_transport(
+                self._config.transport,
+                self._platform,
+                world_groups(self._group.group_size),
+                gather_in_group,
+                self._config.broadcast_timeout_s,
+            )
+        return self._transport
+
+    def attach(
+        self, memory: torch.Tensor, layers: "dict[str, Any]", runner: "GPUModelRunner"
+    ) -> None:
         """Create the engine over the allocation and hook the layers.
 
         Args:
+            memory: the rank's allocation as bytes.
             layers: vLLM's layers by name, with their caches bound.
         """
         placement = self._placement
-        assert placement is not None, "attach comes after rewrite"
-        transport = create_transport(
-            self._config.transport,
-            self._platform,
-            world_groups(self._group.group_size),
-            gather_in_group,
-            self._config.broadcast_timeout_s,
-        )
-        memory, device = _allocation(placement, layers), self._platform.create_device()
+        assert placement is not None, "attach comes after place"
+        transport, device = self.connect(), self._platform.create_device()
         if self._config.mode == "compact":
             payload = CompactPayload(placement, memory)
             self._engine = PrefetchEngine(placement, payload, transport, device, _gate)
@@ -192,7 +195,7 @@ class KvppRuntime:
         else:
             payload = FullPayload(placement, memory)
             self._engine = PrefetchEngine(placement, payload, transport, device, _gate)
-        self._hooks = LayerHooks(placement, layers, self._engine)
+        self._hooks = self._hooks_class(placement, layers, self._engine)
 
     @contextmanager
     def forward(self, scheduler_output: "SchedulerOutput") -> Iterator[None]:
@@ -229,7 +232,12 @@ class KvppRuntime:
             hooks.finish()
 
 
-def _check_same_plan(layout: GroupLayout, group: GroupInfo) -> None:
+def check_same_plan(layout: GroupLayout, group: GroupInfo) -> None:
+    """Compare the plans of a group's ranks. Collective over the group.
+
+    Raises:
+        LayoutError: two of them differ.
+    """
     digests = gather_in_group(layout_digest(layout).encode())
     for rank, digest in enumerate(digests):
         if digest != digests[0]:
@@ -238,23 +246,6 @@ def _check_same_plan(layout: GroupLayout, group: GroupInfo) -> None:
                 f"layouts ({digests[0][:12].decode()} and {digest[:12].decode()}); all ranks "
                 "need the same model, vLLM and kvpp-connect"
             )
-
-
-def _allocation(placement: RankPlacement, layers: "dict[str, Any]") -> torch.Tensor:
-    """The rank's backing allocation as bytes, checked to be laid out as planned."""
-    first = layers[placement.components[0].component.layer_name].kv_cache
-    storage = first.untyped_storage()
-    memory = torch.empty(0, dtype=torch.uint8, device=first.device)
-    memory.set_(storage, 0, (storage.nbytes(),))  # type: ignore[call-overload] - torch's stub
-    for place in placement.components:
-        name = place.component.layer_name
-        cache = layers[name].kv_cache
-        offset = cache.data_ptr() - memory.data_ptr()
-        if offset != place.offset or cache.untyped_storage().data_ptr() != storage.data_ptr():
-            raise SeamError(
-                f"KVPP: vLLM bound the cache of {name} at byte {offset}, planned {place.offset}"
-            )
-    return memory
 
 
 def _narrow_to_scratch(placement: RankPlacement, layers: "dict[str, Any]") -> None:

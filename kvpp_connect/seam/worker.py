@@ -6,16 +6,19 @@ from typing import TYPE_CHECKING, Any
 from kvpp_connect._log import get_logger
 from kvpp_connect.config import parse_additional_config
 from kvpp_connect.errors import ConfigError
+from kvpp_connect.layout import StageLayers
 from kvpp_connect.platforms.base import select_platform
 from kvpp_connect.seam.drafts import draft_cache_names
 from kvpp_connect.seam.groups import group_info
+from kvpp_connect.seam.hooks import LayerHooks
 from kvpp_connect.seam.runtime import KvppRuntime
 from kvpp_connect.seam.settings import settle_mode
 from kvpp_connect.seam.specs import planner_block_bytes, stage_from_specs
+from kvpp_connect.seam.tensors import bound_allocation, placed
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 logger = get_logger(__name__)
@@ -28,21 +31,27 @@ class KvppWorkerMixin:
     vllm_config: Any
     model_runner: Any
     _kvpp: KvppRuntime | None = None
+    _kvpp_hooks: type[LayerHooks] = LayerHooks
 
     def _kvpp_runtime(self) -> KvppRuntime:
         if self._kvpp is None:
             config = parse_additional_config(self.vllm_config.additional_config)
             platform = select_platform(self.vllm_config.device_config.device_type)
             specs = self.get_kv_cache_spec()  # type: ignore[attr-defined]
-            stage = stage_from_specs(specs, draft_cache_names(self.model_runner))
+            stage = self._kvpp_stage(specs)
             choice, scratch = settle_mode(self.vllm_config, config, stage)
             block_bytes = planner_block_bytes(self.vllm_config, specs)
             group = group_info()
             if choice.reason and group.pp_rank == group.rank_in_group == 0:
                 logger.info("KVPP full instead of compact: %s", choice.reason)
             settled = replace(config, mode=choice.mode)
-            self._kvpp = KvppRuntime(settled, platform, stage, block_bytes, group, scratch)
+            self._kvpp = KvppRuntime(
+                settled, platform, stage, block_bytes, group, scratch, self._kvpp_hooks
+            )
         return self._kvpp
+
+    def _kvpp_stage(self, specs: "dict[str, KVCacheSpec]") -> StageLayers:
+        return stage_from_specs(specs, draft_cache_names(self.model_runner))
 
     def determine_available_memory(self) -> int:
         """Bytes for vLLM's planner: the blocks that really fit times its bytes per block."""
@@ -59,13 +68,10 @@ class KvppWorkerMixin:
                 f"enable_kvpp: the KV cache layout is {layout.name}, which mixes layers inside a "
                 "block; KVPP needs the layer outermost. Set VLLM_KV_CACHE_LAYOUT=LBNHC"
             )
-        override = cache.num_gpu_blocks_override is not None
-        placed = runtime.rewrite(kv_cache_config, override)
-        super().initialize_from_config(placed)  # type: ignore[misc]
-        runtime.attach(
-            self.vllm_config.compilation_config.static_forward_context,
-            self.model_runner,
-        )
+        placement = runtime.place(kv_cache_config, cache.num_gpu_blocks_override is not None)
+        super().initialize_from_config(placed(kv_cache_config, placement))  # type: ignore[misc]
+        layers = self.vllm_config.compilation_config.static_forward_context
+        runtime.attach(bound_allocation(placement, layers), layers, self.model_runner)
 
     def execute_model(
         self, scheduler_output: "SchedulerOutput"

@@ -118,7 +118,12 @@ def make_plan(
     reason = _no_kvpp(model, request)
     notes += [reason] if reason else []
     plans: dict[str, tuple[GroupLayout, ...]] = {}
+    obstacle = platform.compact_obstacle if platform else ""
+    if obstacle and not reason:
+        notes.append(f"no KVPP compact on {request.options.device}: {obstacle}")
     for mode in () if reason else KVPP_MODES:
+        if obstacle and mode == "compact":
+            continue
         try:
             capacity, plans[mode] = kvpp_capacity(mode, stages, caches.block_tokens, settings)
         except LayoutError as error:

@@ -19,6 +19,7 @@ class Platform:
         kvpp_worker_cls: dotted name of its KVPP subclass.
         device_cls: dotted name of its :class:`~kvpp_connect.platforms.device.Device`.
         transfer_protocol: default protocol of the transfer engine.
+        compact_obstacle: why compact mode is not to be had there; empty where it is.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Platform:
     kvpp_worker_cls: str
     device_cls: str
     transfer_protocol: str
+    compact_obstacle: str = ""
 
     def create_device(self) -> Device:
         """Make this process's device; its module may load the vendor's libraries.
@@ -48,6 +50,19 @@ PLATFORMS: dict[str, Platform] = {
         kvpp_worker_cls="kvpp_connect.seam.cpu_worker.KvppCPUWorker",
         device_cls="kvpp_connect.platforms.cpu.CpuDevice",
         transfer_protocol="tcp",
+    ),
+    "npu": Platform(
+        name="npu",
+        collective_backend="hccl",
+        alignment_bytes=2 << 20,  # the Ascend transport's
+        worker_cls="vllm_ascend.worker.worker.NPUWorker",
+        kvpp_worker_cls="kvpp_connect.seam.ascend_worker.KvppNPUWorker",
+        device_cls="kvpp_connect.platforms.ascend.AscendDevice",
+        transfer_protocol="ascend",
+        compact_obstacle=(
+            "vllm-ascend's model runner builds attention metadata by itself, where block tables "
+            "cannot be renumbered yet"
+        ),
     ),
 }
 

@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING, Any
 from kvpp_connect._log import get_logger
 from kvpp_connect.config import KvppConfig, parse_additional_config
 from kvpp_connect.errors import ConfigError
-from kvpp_connect.platforms.base import select_platform
-from kvpp_connect.seam import ledger, multi, settings
+from kvpp_connect.platforms.base import PLATFORMS, Platform, select_platform
+from kvpp_connect.seam import ascend, multi, settings
+from kvpp_connect.seam.variants import variant
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from vllm.config import KVTransferConfig, VllmConfig
-    from vllm.platforms import Platform
+    from vllm.platforms import Platform as VllmPlatform
 
 logger = get_logger(__name__)
 _MARK = "_kvpp_connect_hook"
+KVPP_WORKERS = frozenset(platform.kvpp_worker_cls for platform in PLATFORMS.values())
 
 
 def install_config_hook() -> None:
@@ -34,9 +36,13 @@ def install_config_hook() -> None:
         return
 
     @functools.wraps(original.__func__)
-    def check_and_update_config(cls: "type[Platform]", vllm_config: "VllmConfig") -> None:
+    def check_and_update_config(cls: "type[VllmPlatform]", vllm_config: "VllmConfig") -> None:
         config = parse_additional_config(vllm_config.additional_config)
-        chosen = vllm_config.parallel_config.worker_cls
+        parallel = vllm_config.parallel_config
+        chosen = parallel.worker_cls
+        if config.enabled and chosen in KVPP_WORKERS:
+            # The platform chooses more than the worker where that is open.
+            parallel.worker_cls = "auto"
         original.__func__(cls, vllm_config)
         check_connectors(vllm_config)
         if config.enabled:
@@ -130,19 +136,38 @@ def enable(vllm_config: "VllmConfig", config: KvppConfig, chosen_worker: str) ->
         SeamError: this vLLM does not look the way the ledger says.
         ConfigError: the deployment asks for something that KVPP does not support.
     """
-    ledger.verify()
+    device_type = vllm_config.device_config.device_type
+    host = variant(device_type)
+    if host.serves_kvpp():
+        ascend.leave_to_host(config)
+        logger.info("KVPP: vllm-ascend serves the layers; connectors take ownership from its plan")
+        return
+    host.verify()
     settings.check_supported(vllm_config)
     _check_names(vllm_config)
-    platform = select_platform(vllm_config.device_config.device_type)
-    if chosen_worker not in ("auto", platform.worker_cls, platform.kvpp_worker_cls):
-        raise ConfigError(
-            f"enable_kvpp: worker_cls is {chosen_worker!r}; KVPP needs a worker of its own. "
-            "Remove --worker-cls, or turn enable_kvpp off"
-        )
+    platform = select_platform(device_type)
+    _check_worker(vllm_config, platform, chosen_worker)
     vllm_config.parallel_config.worker_cls = platform.kvpp_worker_cls
+    if device_type == ascend.DEVICE_TYPE:
+        logger.info("KVPP: this vllm-ascend has none of its own; kvpp-connect serves the layers")
     choice = settings.choose_mode(vllm_config, config)
     if choice.mode == "compact":
         settings.scratch_size(vllm_config, config)  # refuses what cannot work
         scheduler = vllm_config.scheduler_config
         scheduler.scheduler_cls = settings.KVPP_SCHEDULERS[bool(scheduler.async_scheduling)]
     logger.debug("KVPP on: mode %s, worker %s", choice.mode, platform.kvpp_worker_cls)
+
+
+def _check_worker(vllm_config: "VllmConfig", platform: Platform, chosen: str) -> None:
+    """Refuse a worker that KVPP's cannot stand for, be it the user's choice or the platform's."""
+    if chosen not in ("auto", platform.worker_cls, platform.kvpp_worker_cls):
+        raise ConfigError(
+            f"enable_kvpp: worker_cls is {chosen!r}; KVPP needs a worker of its own. "
+            "Remove --worker-cls, or turn enable_kvpp off"
+        )
+    settled = vllm_config.parallel_config.worker_cls
+    if settled not in ("auto", platform.worker_cls, platform.kvpp_worker_cls):
+        raise ConfigError(
+            f"enable_kvpp: this deployment runs on the worker {settled!r}, for which KVPP has none "
+            "to put in its place. Turn enable_kvpp off, or what asks for that worker"
+        )

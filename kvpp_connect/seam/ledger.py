@@ -15,6 +15,7 @@ from kvpp_connect import __version__
 from kvpp_connect.errors import SeamError
 
 SUPPORTED_VLLM = (">= 0.32", "< 0.34")
+SUPPORTED = f"vLLM {' and '.join(SUPPORTED_VLLM)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -368,8 +369,11 @@ def _find(touchpoint: Touchpoint) -> Any:  # noqa: ANN401 - whatever vLLM has th
         return look_up(touchpoint.elsewhere)
 
 
-def verify(ledger: tuple[Touchpoint, ...] = LEDGER) -> None:
-    """Compare the ledger with the installed vLLM.
+def verify(ledger: tuple[Touchpoint, ...] = LEDGER, supported: str = SUPPORTED) -> None:
+    """Compare a ledger with the installed vLLM.
+
+    Args:
+        supported: the versions that it describes, in words.
 
     Raises:
         SeamError: a symbol is missing or looks different; the message names both versions.
@@ -377,7 +381,6 @@ def verify(ledger: tuple[Touchpoint, ...] = LEDGER) -> None:
     problems = [problem for entry in ledger if (problem := check_touchpoint(entry))]
     if problems:
         raise SeamError(
-            f"vLLM {vllm_version()} does not fit kvpp-connect {__version__}, which supports vLLM "
-            f"{' and '.join(SUPPORTED_VLLM)}: {'; '.join(problems)}. Install a supported vLLM, or "
-            "turn enable_kvpp off"
+            f"vLLM {vllm_version()} does not fit kvpp-connect {__version__}, which supports "
+            f"{supported}: {'; '.join(problems)}. Install a supported vLLM, or turn enable_kvpp off"
         )

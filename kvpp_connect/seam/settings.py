@@ -3,6 +3,7 @@
 Each check names the setting and the way out.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -16,7 +17,9 @@ from kvpp_connect.layout import (
     running_obstacle,
     running_scratch,
 )
+from kvpp_connect.platforms.base import PLATFORMS
 from kvpp_connect.seam import multi
+from kvpp_connect.seam.variants import variant
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -80,7 +83,14 @@ def _compact_needs_a_length(vllm_config: "VllmConfig", config: KvppConfig) -> st
     )
 
 
+def _compact_needs_its_platform(vllm_config: "VllmConfig", config: KvppConfig) -> str | None:
+    del config
+    platform = PLATFORMS.get(vllm_config.device_config.device_type)
+    return (platform.compact_obstacle or None) if platform else None
+
+
 _COMPACT_CHECKS = (
+    _compact_needs_its_platform,
     _compact_needs_runner_v1,
     _compact_needs_its_scheduler,
     _compact_needs_a_length,
@@ -136,10 +146,10 @@ def check_supported(vllm_config: "VllmConfig") -> None:
 
 def problems(vllm_config: "VllmConfig") -> Iterator[str]:
     """All settings that KVPP cannot run with; a server stops at the first."""
-    for check in _CHECKS:
-        problem = check(vllm_config)
-        if problem is not None:
-            yield f"enable_kvpp: {problem}"
+    found = (problem for check in _CHECKS if (problem := check(vllm_config)) is not None)
+    host = variant(vllm_config.device_config.device_type).problems(vllm_config)
+    for problem in itertools.chain(found, host):
+        yield f"enable_kvpp: {problem}"
 
 
 def _needs_mla(config: "VllmConfig") -> str | None:

@@ -1,0 +1,70 @@
+"""vllm-ascend as a host: which situation this is, and what KVPP cannot run with there.
+
+Either vllm-ascend has a KVPP of its own: then its runtime serves the layers, and connectors take
+ownership from its plan (``ascend_plan``). Or it has none, in releases up to 0.26: then ours drives
+it (``ascend_worker``). Nothing here imports vllm-ascend before it is asked a question about it.
+"""
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from kvpp_connect.config import KvppConfig
+from kvpp_connect.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from vllm.config import VllmConfig
+
+PACKAGE = "vllm_ascend"
+DEVICE_TYPE = "npu"
+_OWN_KVPP = f"{PACKAGE}.core.kv_cache_placement"
+_SPLITTING_OP = "vllm::mla_forward"
+
+
+def installed() -> bool:
+    """Whether vllm-ascend's plugins run in this environment, on whatever device."""
+    return find_spec(PACKAGE) is not None
+
+
+def has_own_kvpp() -> bool:
+    """Whether the installed vllm-ascend serves ``enable_kvpp`` itself."""
+    return installed() and find_spec(_OWN_KVPP) is not None
+
+
+def leave_to_host(config: KvppConfig) -> None:
+    """Check that nothing is asked of our runtime where vllm-ascend's own serves the layers.
+
+    Raises:
+        ConfigError: options of ours are set.
+    """
+    if config != KvppConfig(enabled=True):
+        raise ConfigError(
+            "additional_config.kvpp has options of kvpp-connect's runtime, but this vllm-ascend "
+            "has a KVPP of its own, which does not read them. Remove them"
+        )
+
+
+def problems(vllm_config: "VllmConfig") -> "Iterator[str]":
+    """All settings of vllm-ascend that our runtime cannot run with there."""
+    if getattr(vllm_config, "use_v2_model_runner", False):
+        yield (
+            "model runner V2 of vllm-ascend allocates its caches elsewhere. Set "
+            "VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+    compilation = vllm_config.compilation_config
+    mode = compilation.cudagraph_mode
+    if mode is not None and mode.name != "NONE":
+        splits: list[str] = list(compilation.splitting_ops or ())
+        if _SPLITTING_OP not in splits:
+            yield (
+                f"cudagraph_mode is {mode.name} and {_SPLITTING_OP} is not among splitting_ops, so "
+                "layers would not ask for their caches. Use --enforce-eager, or leave "
+                "splitting_ops to vllm-ascend"
+            )
+    config = import_module(f"{PACKAGE}.ascend_config").get_ascend_config()
+    if config.sparse_kv_offload_config.enabled:
+        yield (
+            "additional_config.sparse_kv_offload_config keeps caches in host memory. Turn it off"
+        )

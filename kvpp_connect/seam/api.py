@@ -1,6 +1,7 @@
 """vLLM's connector API, imported in one place for the connectors."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_events import KVCacheEvent
@@ -10,7 +11,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
-    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -27,6 +27,21 @@ from kvpp_connect.platforms.base import PLATFORMS, select_platform
 from kvpp_connect.seam.pool_guard import GuardedBlockPool
 from kvpp_connect.seam.retries import allow_second_loads
 
+
+@dataclass
+class _TransferResults:
+    """Request ids; the failed ones are among the received ones as well."""
+
+    finished_sending: set[str] = field(default_factory=set[str])
+    finished_recving: set[str] = field(default_factory=set[str])
+    failed_recving: set[str] = field(default_factory=set[str])
+
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+except ImportError:  # up to 0.26, which asks get_finished and get_block_ids_with_load_errors
+    KVConnectorTransferResults = _TransferResults  # type: ignore[misc, assignment]
+
 if TYPE_CHECKING:
     # Types for the connectors, re-exported.
     from vllm.config import KVTransferConfig as KVTransferConfig
@@ -38,6 +53,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager as KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput as SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig as KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec as KVCacheSpec
     from vllm.v1.outputs import KVConnectorOutput as KVConnectorOutput
     from vllm.v1.request import Request as Request
 

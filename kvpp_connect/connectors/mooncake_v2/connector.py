@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvpp_connect.connectors.caches import block_shape
+from kvpp_connect.connectors.caches import block_shape, cache_tensors
 from kvpp_connect.connectors.metrics import ReportsMetrics
 from kvpp_connect.connectors.mooncake_v2.config import parse_extra_config, replica_port
 from kvpp_connect.connectors.mooncake_v2.metadata import StepOrders
@@ -26,6 +26,7 @@ from kvpp_connect.seam.api import (
     get_ip,
     transfer_protocol,
 )
+from kvpp_connect.seam.host_plan import placement_for
 
 if TYPE_CHECKING:
     import torch
@@ -93,6 +94,8 @@ class MooncakeConnectorV2(ReportsMetrics, KVConnectorBase_V1, SupportsHMA):
         host = config.host or get_ip()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._cache_config = kv_cache_config
+        self._failed_blocks: set[int] = set()
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerSide(
                 config=config,
@@ -185,7 +188,9 @@ class MooncakeConnectorV2(ReportsMetrics, KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         assert self._worker is not None
-        self._worker.register(kv_caches)
+        tensors = cache_tensors(kv_caches)
+        placement = placement_for(self._vllm_config, self._cache_config, tensors)
+        self._worker.register(tensors, placement)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         assert self._worker is not None
@@ -206,6 +211,17 @@ class MooncakeConnectorV2(ReportsMetrics, KVConnectorBase_V1, SupportsHMA):
             finished_recving=set(results.received),
             failed_recving=set(results.failed),
         )
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """What a vLLM without ``get_transfer_results`` asks, followed by the next question."""
+        assert self._worker is not None
+        results = self._worker.take_results()
+        self._failed_blocks |= results.failed_blocks
+        return set(results.sent), set(results.received)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
 
     def build_connector_worker_meta(self) -> MooncakeV2WorkerMetadata | None:
         assert self._worker is not None

@@ -8,31 +8,38 @@ import msgspec
 
 from kvpp_connect._log import get_logger
 from kvpp_connect.connectors import caches
-from kvpp_connect.connectors.mooncake_engine import share_engine
+from kvpp_connect.connectors.device_engine import DeviceEngine
+from kvpp_connect.connectors.mooncake_engine import TransferEngine, share_engine
 from kvpp_connect.connectors.mooncake_v2.counters import PullStats
 from kvpp_connect.connectors.mooncake_v2.exchange import ExchangeAddress, ShareExchange
 from kvpp_connect.connectors.mooncake_v2.puller import Puller, PullOptions
 from kvpp_connect.connectors.mooncake_v2.secret import load_keys
 from kvpp_connect.layout import GroupManifest, RankManifest, TokenShard
 from kvpp_connect.seam.groups import gather_in_group, group_info, token_shard
-from kvpp_connect.seam.runtime import active_placement
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import torch
 
     from kvpp_connect.connectors.mooncake_v2.config import MooncakeV2Config
-    from kvpp_connect.connectors.mooncake_v2.metadata import StepOrders
+    from kvpp_connect.connectors.mooncake_v2.metadata import PullRequest, StepOrders
+    from kvpp_connect.layout import RankPlacement
 
 logger = get_logger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
 class WorkerResults:
-    """Request ids to report to vLLM. Failed ones are among the received ones as well."""
+    """Request ids to report to vLLM. Failed ones are among the received ones as well.
+
+    ``failed_blocks`` are the local blocks that failed ones should have filled.
+    """
 
     sent: set[str] = field(default_factory=set[str])
     received: set[str] = field(default_factory=set[str])
     failed: set[str] = field(default_factory=set[str])
+    failed_blocks: set[int] = field(default_factory=set[int])
 
 
 class _Card(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,19 +65,29 @@ class WorkerSide:
         self._host = host
         self._shape = shape
         self._shares = consumes and config.pull_mode == "shared"
-        self._engine = share_engine(host, protocol)
+        self._engine: TransferEngine = share_engine(host, protocol)
         self._stats: PullStats | None = None
         self._puller: Puller | None = None
         self._exchange: ShareExchange | None = None
         self._sent: set[str] = set()
         self._still_written: dict[str, float] = {}
+        self._destinations: dict[str, tuple[int, ...]] = {}  # of pulls under way, by request id
         self.publication: GroupManifest | None = None
 
-    def register(self, kv_caches: "dict[str, torch.Tensor]") -> None:
-        """Make this rank's caches readable and writable by the transfer engine."""
+    def register(
+        self, tensors: "Mapping[str, torch.Tensor]", placement: "RankPlacement | None"
+    ) -> None:
+        """Make this rank's caches readable and writable by the transfer engine.
+
+        Args:
+            placement: who owns what under KVPP; ``None`` without.
+        """
         place = group_info()
-        components = caches.describe_caches(kv_caches, self._shape, active_placement())
-        regions = caches.register_storage(self._engine, kv_caches)
+        device = next(iter(tensors.values())).device
+        if device.type != "cpu":
+            self._engine = DeviceEngine(self._engine, device)
+        components = caches.describe_caches(tensors, self._shape, placement)
+        regions = caches.register_storage(self._engine, tensors)
         manifest = RankManifest(
             pp_rank=place.pp_rank,
             rank_in_group=place.rank_in_group,
@@ -97,11 +114,11 @@ class WorkerSide:
             stats=self._stats,
         )
         logger.info(
-            "MooncakeConnectorV2 worker %s: %d of %d layers held, %d memory region(s), "
+            "MooncakeConnectorV2 worker %s: %d of %d caches held, %d memory region(s), "
             "transfer engine at %s",
             manifest.name,
             len(components),
-            len(kv_caches),
+            len(tensors),
             regions,
             self._engine.session,
         )
@@ -111,6 +128,7 @@ class WorkerSide:
         assert self._puller is not None, "vLLM registers the caches before the first step"
         self._sent |= orders.ended_leases
         for pull in orders.pulls:
+            self._destinations[pull.request_id] = self._destination(pull)
             self._puller.submit(pull)
         self._puller.cancel(orders.cancelled)
 
@@ -121,8 +139,10 @@ class WorkerSide:
         now = time.monotonic()
         for result in self._puller.take_results() if self._puller else ():
             results.received.add(result.request_id)
+            blocks = self._destinations.pop(result.request_id, ())
             if not result.succeeded:
                 results.failed.add(result.request_id)
+                results.failed_blocks.update(blocks)
             elif result.written_until > now:
                 self._still_written[result.request_id] = result.written_until - now
         return results
@@ -145,6 +165,14 @@ class WorkerSide:
             self._exchange.close()
         if self._puller is not None:
             self._puller.close()
+
+    def _destination(self, pull: "PullRequest") -> tuple[int, ...]:
+        """The blocks that a pull fills; those before them were cached here."""
+        shards = max((rank.shard.count for rank in self._ranks()), default=1)
+        return pull.local_block_ids[pull.first_token // (self._shape.block_tokens * shards) :]
+
+    def _ranks(self) -> tuple[RankManifest, ...]:
+        return self.publication.ranks if self.publication else ()
 
     def _meet_group(self, mine: RankManifest) -> GroupManifest:
         """Exchange manifests inside the KVPP group; every rank returns the whole group's.

@@ -1,7 +1,7 @@
 MAKEFLAGS += --no-print-directory
 PYTEST := .venv/bin/python -m pytest
 
-.PHONY: help setup lint type test test-unit soak demo docs clean
+.PHONY: help setup lint type test test-unit test-ascend soak demo docs clean
 .DEFAULT_GOAL := help
 
 help: ## print this list
@@ -27,6 +27,10 @@ test: setup test-unit ## run all tests: unit, then distributed, then real vLLM s
 test-unit: setup ## run the tests that start no other process
 	$(PYTEST) -m "not distributed and not e2e"
 
+test-ascend: ## run the contract tests with vllm-ascend, on CPU tensors, in .venv-ascend
+	@bash scripts/setup_ascend.sh
+	PYTHONPATH=tests/ascend/stub .venv-ascend/bin/python -m pytest tests/ascend --timeout=600
+
 soak: setup ## hurt P/D nodes, then a pool, on fresh seeds for SOAK_S seconds each (600), then fuzz
 	$(PYTEST) tests/chaos/test_soak.py -s --chaos-soak-s $${SOAK_S:-600}
 	$(PYTEST) tests/chaos/test_pool_soak.py -s --chaos-soak-s $${SOAK_S:-600}
@@ -38,6 +42,6 @@ demo: setup ## run real vLLM servers with KVPP and check their tokens
 docs: ## build the documentation pages; a warning is an error
 	@bash scripts/docs.sh
 
-clean: ## remove caches, generated models and logs (not .venv)
+clean: ## remove caches, generated models and logs (not .venv and .venv-ascend)
 	rm -rf .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build *.egg-info
 	find kvpp_connect tests scripts -name __pycache__ -prune -exec rm -rf {} +

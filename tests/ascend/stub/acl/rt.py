@@ -1,0 +1,2 @@
+def memcpy(*args):
+    raise NotImplementedError("the stub has no device memory")

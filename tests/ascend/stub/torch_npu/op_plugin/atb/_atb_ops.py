@@ -1,0 +1,2 @@
+def _register_atb_extensions():
+    return

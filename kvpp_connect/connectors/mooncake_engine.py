@@ -4,7 +4,7 @@ Besides this file only the pool's Mooncake store imports mooncake.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
@@ -32,6 +32,8 @@ _TCP_SETTINGS = {
     "MC_TCP_PROGRESS_TIMEOUT_SEC": "5",
     "MC_TCP_STATUS_TIMEOUT_SEC": "5",
 }
+
+_ASCEND_REGIONS = 256  # that one process may register with HCCL
 
 
 def set_tcp_environment(host: str) -> None:
@@ -80,6 +82,10 @@ class MooncakeEngine:
         """
         if protocol == "tcp":
             set_tcp_environment(host)
+        if protocol == "ascend":
+            # Longer than the network tries, so that a transfer that is given up writes no more.
+            timeout_ms = round(1000 * late_write_s(protocol)) + 3000
+            os.environ.setdefault("ASCEND_TRANSFER_TIMEOUT", str(timeout_ms))
         try:
             from mooncake.engine import TransferEngine as Engine
         except ImportError as error:
@@ -95,6 +101,7 @@ class MooncakeEngine:
             )
         self._session = f"{host}:{self._engine.get_rpc_port()}"
         self._protocol = protocol
+        self._regions_left = _ASCEND_REGIONS if protocol == "ascend" else None
 
     @property
     def session(self) -> str:
@@ -111,6 +118,14 @@ class MooncakeEngine:
         return self._engine.get_engine()
 
     def register(self, address: int, length_bytes: int) -> None:
+        if self._regions_left is not None:
+            if self._regions_left == 0:
+                raise ConfigError(
+                    f"MooncakeConnectorV2: more than {_ASCEND_REGIONS} memory regions of KV cache, "
+                    "which is all that an NPU can register. With KVPP on this node it is one; or "
+                    "use more pipeline stages"
+                )
+            self._regions_left -= 1
         code = self._engine.register_memory(address, length_bytes)
         if code != 0:
             raise ConfigError(
@@ -159,3 +174,26 @@ def find_engine(host: str, protocol: str = "") -> MooncakeEngine | None:
     wanted = [protocol] if protocol else PROTOCOLS
     found = (_engines.get((host, name)) for name in wanted)
     return next((engine for engine in found if engine is not None), None)
+
+
+def late_write_s(protocol: str, environment: Mapping[str, str] = os.environ) -> float:
+    """Seconds for which the network itself may go on with a read that was given up; 0 if unknown.
+
+    Of the NPUs' RDMA: a packet is sent again ``HCCL_RDMA_RETRY_CNT`` times, each time after
+    ``4.096 us * 2 ** HCCL_RDMA_TIMEOUT``.
+
+    Example:
+        >>> round(late_write_s("ascend", {}), 2)
+        30.06
+    """
+    if protocol != "ascend":
+        return 0.0
+    again_us = 4.096 * 2 ** _number(environment, "HCCL_RDMA_TIMEOUT", 20)
+    return again_us * _number(environment, "HCCL_RDMA_RETRY_CNT", 7) / 1e6
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    value = environment.get(name, str(default))
+    if not value.isdecimal():
+        raise ConfigError(f"{name} is {value!r} in the environment; expected a number")
+    return int(value)

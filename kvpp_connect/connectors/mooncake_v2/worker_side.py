@@ -9,7 +9,7 @@ import msgspec
 from kvpp_connect._log import get_logger
 from kvpp_connect.connectors import caches
 from kvpp_connect.connectors.device_engine import DeviceEngine
-from kvpp_connect.connectors.mooncake_engine import TransferEngine, share_engine
+from kvpp_connect.connectors.mooncake_engine import TransferEngine, late_write_s, share_engine
 from kvpp_connect.connectors.mooncake_v2.counters import PullStats
 from kvpp_connect.connectors.mooncake_v2.exchange import ExchangeAddress, ShareExchange
 from kvpp_connect.connectors.mooncake_v2.puller import Puller, PullOptions
@@ -66,6 +66,7 @@ class WorkerSide:
         self._shape = shape
         self._shares = consumes and config.pull_mode == "shared"
         self._engine: TransferEngine = share_engine(host, protocol)
+        self._late_write_s = late_write_s(protocol)
         self._stats: PullStats | None = None
         self._puller: Puller | None = None
         self._exchange: ShareExchange | None = None
@@ -109,7 +110,7 @@ class WorkerSide:
                 mode="shared" if self._exchange else "direct",
                 control_timeout_s=self._config.control_timeout_s,
                 control_keys=keys,
-                failed_read_hold_s=self._config.failed_read_hold_s,
+                failed_read_hold_s=max(self._config.failed_read_hold_s, self._late_write_s),
             ),
             stats=self._stats,
         )

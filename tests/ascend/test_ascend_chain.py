@@ -130,6 +130,11 @@ def test_one_aligned_range_is_registered_and_it_has_all_held_tensors_in_it(ranks
         assert first + length <= sum(allocation)
 
 
-def test_layers_without_an_owner_among_few_ranks_are_cut_unevenly(run_ranks):
-    for rank in run_ranks(ascend_chain.described_rank, "mla", 3, layers=4):
-        assert rank["owners"] == (0, 0, 1, 2)
+def test_the_proposers_caches_are_on_every_rank_its_indexers_among_them(kind, run_ranks):
+    """Layers 0 to 3 are the model's, layer 4 drafts."""
+    for rank in run_ranks(ascend_chain.described_rank, kind, layers=4, drafts=1):
+        drafts = [n for n in parts(rank) if n.startswith("model.layers.4.")]
+        assert len(drafts) == len(PAGES[kind])
+        assert sorted(rank["drafts"]) == sorted(drafts)
+        assert set(drafts) <= set(rank["persistent"])
+        assert rank["owners"] == (0, 0, 1, 1)

@@ -1,0 +1,242 @@
+"""What can be said about vllm-ascend without having it."""
+
+import subprocess
+import sys
+import textwrap
+from types import SimpleNamespace
+
+import pytest
+from builders import bundle_stage
+
+pytest.importorskip("vllm")
+
+import torch
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+from kvpp_connect.config import KvppConfig
+from kvpp_connect.errors import ConfigError, SeamError
+from kvpp_connect.layout import CacheComponent, place_rank, plan_group, stage_layers, tensor_name
+from kvpp_connect.seam import ascend
+from kvpp_connect.seam.ascend_caches import PlacedCaches, tensor_bytes, with_indexers
+from kvpp_connect.seam.ascend_hooks import AscendLayerHooks
+
+MAIN, INDEXER = "model.layers.{}.self_attn.attn", "model.layers.{}.self_attn.indexer.k_cache"
+
+
+def test_where_vllm_ascend_is_installed_the_plugin_takes_no_connector_name(tmp_path):
+    (tmp_path / "vllm_ascend").mkdir()
+    (tmp_path / "vllm_ascend" / "__init__.py").touch()
+    code = f"""
+        import sys
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as factory
+        import kvpp_connect.plugin
+        before = set(factory._registry)
+        sys.path.insert(0, {str(tmp_path)!r})
+        kvpp_connect.plugin.register()
+        print(sorted(set(factory._registry) - before))
+        sys.path.pop(0)
+        kvpp_connect.plugin.register()
+        print(sorted(set(factory._registry) - before))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.splitlines()[-2:] == ["[]", "['MooncakeConnectorV2']"]
+
+
+def test_options_of_our_runtime_are_refused_where_the_host_serves_the_layers():
+    ascend.leave_to_host(KvppConfig(enabled=True))
+    with pytest.raises(ConfigError, match=r"additional_config.kvpp.*Remove them"):
+        ascend.leave_to_host(KvppConfig(enabled=True, mode="full"))
+
+
+def test_an_indexer_of_a_draft_layer_is_a_draft_as_well():
+    names = [form.format(i) for i in (6, 60, 61) for form in (MAIN, INDEXER)]
+    found = with_indexers({MAIN.format(6)}, names)
+    assert found == {MAIN.format(6), INDEXER.format(6)}
+    assert with_indexers(frozenset(), names) == frozenset()
+
+
+class FakeRunner:
+    """Allocates like vllm-ascend's: each tensor by itself."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, sizes):
+        self.sizes = sizes
+
+    def _allocate_int8_cache_tensor(self, numel, alignment):
+        raise AssertionError("sizes are measured without the device's memory")
+
+    def _allocate_kv_cache_tensors(self, kv_cache_config):
+        del kv_cache_config
+        make = self._allocate_int8_cache_tensor
+        return {n: tuple(make(s, 1) for s in sizes) for n, sizes in self.sizes.items()}
+
+
+@pytest.fixture
+def measure(monkeypatch):
+    from kvpp_connect.seam import ascend_caches
+
+    monkeypatch.setattr(ascend_caches, "planner_groups", lambda config, specs: [])
+    monkeypatch.setattr(ascend_caches, "one_block_each", lambda groups, specs: None)
+
+    def run(runner, pages):
+        specs = {name: SimpleNamespace(page_size_bytes=page) for name, page in pages.items()}
+        return tensor_bytes(runner, None, specs)
+
+    return run
+
+
+def test_sizes_are_the_runners_own(measure):
+    runner = FakeRunner({"a": (64, 8), "b": (32,)})
+    assert measure(runner, {"a": 72, "b": 32}) == {"a": (64, 8), "b": (32,)}
+    with pytest.raises(AssertionError, match="without the device's"):
+        runner._allocate_kv_cache_tensors(None)  # noqa: SLF001 - the runner is as it was
+
+
+def test_a_split_that_loses_bytes_is_refused(measure):
+    with pytest.raises(SeamError, match=r"splits the 72 bytes of a block of a into \(63, 8\)"):
+        measure(FakeRunner({"a": (63, 8)}), {"a": 72})
+
+
+def placement(rank=0, blocks=3):
+    """Four layers of two tensors and a draft, over two ranks."""
+
+    def parts(name, *sizes):
+        return [
+            CacheComponent(layer_name=tensor_name(name, i), page_bytes=s)
+            for i, s in enumerate(sizes)
+        ]
+
+    stage = stage_layers(
+        targets={i: parts(MAIN.format(i), 64, 16) for i in range(4)},
+        drafts=parts("draft.attn", 32),
+    )
+    return place_rank(plan_group(stage, 2, 256), rank, blocks)
+
+
+def serve(placement, names):
+    """Tensors that the runner would bind to the layers."""
+    caches = PlacedCaches(placement, 256)
+    runner = FakeRunner({})
+    caches.serve(runner)
+    groups = [SimpleNamespace(layer_names=names)]
+    raw = runner._allocate_kv_cache_tensors(  # noqa: SLF001
+        SimpleNamespace(kv_cache_groups=groups)
+    )
+    return caches, {name: SimpleNamespace(kv_cache=tensors) for name, tensors in raw.items()}
+
+
+NAMES = [*(MAIN.format(i) for i in range(4)), "draft.attn"]
+
+
+def test_caches_are_cut_from_one_allocation_as_planned_and_its_base_is_aligned():
+    plan = placement()
+    caches, layers = serve(plan, NAMES)
+    caches.check(layers)
+    assert caches.memory.numel() == plan.total_bytes
+    assert caches.memory.data_ptr() % 256 == 0
+    assert [t.numel() for t in layers[MAIN.format(3)].kv_cache] == [192, 48]
+    base = caches.memory.data_ptr()
+    for place in plan.components:
+        name, _, number = place.component.layer_name.partition("/")
+        assert layers[name].kv_cache[int(number or 0)].data_ptr() == base + place.offset
+
+
+def test_caches_that_are_bound_elsewhere_or_in_another_size_are_refused():
+    caches, layers = serve(placement(), NAMES)
+    right = layers[NAMES[0]].kv_cache
+    layers[NAMES[0]].kv_cache = (right[0].clone(), right[1])
+    with pytest.raises(SeamError, match=f"bound the cache of {NAMES[0]} at byte"):
+        caches.check(layers)
+    layers[NAMES[0]].kv_cache = (right[0][:-1], right[1])
+    with pytest.raises(SeamError, match=f"bound 191 bytes as {NAMES[0]}, planned 192"):
+        caches.check(layers)
+    layers[NAMES[0]].kv_cache = (*right, right[1])
+    with pytest.raises(SeamError, match=f"bound 48 bytes as {NAMES[0]}/2, planned 0"):
+        caches.check(layers)
+
+
+def test_a_plan_for_other_layers_is_not_served():
+    with pytest.raises(SeamError, match=r"planned for other layers: draft\.attn"):
+        serve(placement(), NAMES[:-1])
+
+
+class NotingEngine:
+    """The engine's states, without bytes."""
+
+    def __init__(self, log):
+        self.log, self.armed, self.held = log, True, None
+
+    def acquire(self, ordinal):
+        self.log.append(("acquire", ordinal))
+        self.held = ordinal
+
+    def release(self, ordinal):
+        self.log.append(("release", ordinal))
+        self.held = None
+
+    def finish(self):
+        self.log.append("finish")
+
+
+def hooked(log):
+    """Layers with an implementation that notes its calls, behind the hooks."""
+
+    class Layer(MLAAttention):
+        def __init__(self, name):
+            torch.nn.Module.__init__(self)
+
+            def forward(layer_name, hidden, kv_cache, attn_metadata, gather=False, output=None):
+                log.append((layer_name, hidden, kv_cache, attn_metadata, gather, output))
+                return output
+
+            self.impl = SimpleNamespace(forward=forward)
+
+    plan = placement()
+    layers = {name: Layer(name) for name in NAMES}
+    return AscendLayerHooks(plan, layers, NotingEngine(log)), layers
+
+
+def test_each_layer_asks_before_its_forward_and_passes_everything_on():
+    log = []
+    hooks, layers = hooked(log)
+    for i, name in enumerate(NAMES):
+        impl = layers[name].impl
+        assert impl.forward(name, "hidden", "caches", "metadata", i == 0, output=i) == i
+    hooks.finish()
+    ours = [entry for entry in log if entry[0] != "draft.attn"]
+    assert ours == [
+        ("acquire", 0),
+        (NAMES[0], "hidden", "caches", "metadata", True, 0),
+        *(
+            entry
+            for i in range(1, 4)
+            for entry in [
+                ("release", i - 1),
+                ("acquire", i),
+                (NAMES[i], "hidden", "caches", "metadata", False, i),
+            ]
+        ),
+        ("release", 3),
+        "finish",
+    ]
+
+
+def test_dummy_runs_ask_for_nothing():
+    log = []
+    _, layers = hooked(log)
+    layers[NAMES[0]].impl.forward(NAMES[0], "hidden", "caches", None, output=1)
+    assert log == [(NAMES[0], "hidden", "caches", None, False, 1)]
+
+
+def test_a_bundle_without_a_main_layer_is_refused():
+    plan = place_rank(plan_group(bundle_stage([[8]]), 2), 0, 3)
+    with pytest.raises(SeamError, match="0 MLA layers"):
+        AscendLayerHooks(plan, {}, NotingEngine([]))

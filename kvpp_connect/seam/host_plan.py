@@ -1,15 +1,17 @@
-"""Ownership from the plan of a vLLM that has a KVPP of its own, as vllm-ascend's main branch does.
+"""Ownership from the plan of a vLLM that has a KVPP of its own, as vllm-ascend has from 0.28 on.
 
-Its worker hands the connector a cache configuration with a ``kvpp_plan``: the owner of each cache's
-layer, the bundles in their order in memory, and the bytes per block of each tensor. The plan is
-taken as it is, never made again, and held against the tensors that were really registered: a plan
-that does not describe them is refused, since by it peers would read another layer's scratch.
+The plan tells the owner of each cache's layer, the bundles in their order in memory, and the bytes
+per block of each tensor. On the main branch the cache configuration carries it (``kvpp_plan``); the
+releases 0.28 to 0.30 keep it in the worker, and its function that makes it is asked, as their
+allocation does. Nothing of it is computed here. It is held against the tensors that were really
+registered: a plan that does not describe them is refused, since by it peers would read another
+layer's scratch.
 """
 
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from vllm.model_executor.models.utils import extract_layer_index
 
@@ -25,6 +27,7 @@ from kvpp_connect.layout import (
 )
 from kvpp_connect.layout.placement import NUM_SCRATCH_SLOTS
 from kvpp_connect.seam.groups import GroupInfo, group_info
+from kvpp_connect.seam.ledger import Touchpoint, check_touchpoint, look_up
 from kvpp_connect.seam.runtime import active_placement, check_same_plan
 
 if TYPE_CHECKING:
@@ -49,6 +52,19 @@ class HostPlan(Protocol):
 
 _FIELDS = ("layer_owner_ranks", "layer_bundles", "tensor_sizes", "kvpp_rank")
 
+HOST_LEDGER = (
+    Touchpoint(
+        target="vllm_ascend.worker.kvpp_cache:get_kvpp_cache_specs",
+        parameters=("kv_cache_config",),
+        why="what the host's allocation hands to its planner",
+    ),
+    Touchpoint(
+        target="vllm_ascend.core.kv_cache_placement:create_kvpp_cache_allocation_plan",
+        parameters=("vllm_config", "worker_spec", "kvpp_rank"),
+        why="the host's planner, where the cache configuration does not carry the plan",
+    ),
+)
+
 
 def placement_for(
     vllm_config: "VllmConfig", cache_config: "KVCacheConfig", caches: "Mapping[str, torch.Tensor]"
@@ -70,18 +86,28 @@ def placement_for(
     placement = active_placement()
     if placement is not None or not _is_on(vllm_config):
         return placement
-    plan: Any = getattr(cache_config, "kvpp_plan", None)
-    absent = [name for name in _FIELDS if not hasattr(plan, name)]
-    if absent:
-        raise SeamError(
-            "KVPP is on, but the cache configuration has no plan that tells the layers' owners "
-            f"(kvpp_plan without {', '.join(absent)}). Use a vllm-ascend that kvpp-connect knows, "
-            "or turn enable_kvpp off"
-        )
     group = group_info()
+    plan = _ask_for_plan(vllm_config, cache_config, group.rank_in_group)
     placement = placement_of_plan(plan, group, cache_config.num_blocks, caches)
     check_same_plan(placement.layout, group)
     return placement
+
+
+def _ask_for_plan(vllm_config: "VllmConfig", cache_config: "KVCacheConfig", rank: int) -> HostPlan:
+    """The host's plan, out of the cache configuration or by the host's own function."""
+    plan: Any = getattr(cache_config, "kvpp_plan", None)
+    problems = [] if plan is not None else [*filter(None, map(check_touchpoint, HOST_LEDGER))]
+    if plan is None and not problems:
+        specs, make = (look_up(entry) for entry in HOST_LEDGER)
+        plan = make(vllm_config, specs(cache_config), rank)
+    problems = problems or [f"it has no {f}" for f in _FIELDS if not hasattr(plan, f)]
+    if problems:
+        raise SeamError(
+            "KVPP is on, but there is no plan that tells the layers' owners: "
+            f"{'; '.join(problems)}. Use a vllm-ascend that kvpp-connect knows, or turn "
+            "enable_kvpp off"
+        )
+    return cast("HostPlan", plan)
 
 
 def _is_on(vllm_config: "VllmConfig") -> bool:

@@ -334,7 +334,7 @@ def vllm_version() -> str:
 def check_touchpoint(touchpoint: Touchpoint) -> str | None:
     """Return what is wrong with one symbol, or ``None``."""
     try:
-        found = _find(touchpoint)
+        found = look_up(touchpoint)
     except (ImportError, AttributeError) as error:
         return f"{touchpoint.target} is missing ({error})"
     if touchpoint.parameters is not None:
@@ -353,8 +353,14 @@ def check_touchpoint(touchpoint: Touchpoint) -> str | None:
     return None
 
 
-def _find(touchpoint: Touchpoint) -> Any:  # noqa: ANN401 - whatever vLLM has there
-    def look_up(target: str) -> Any:  # noqa: ANN401
+def look_up(touchpoint: Touchpoint) -> Any:  # noqa: ANN401 - whatever vLLM has there
+    """The symbol itself.
+
+    Raises:
+        ImportError, AttributeError: it is not there.
+    """
+
+    def find(target: str) -> Any:  # noqa: ANN401
         module_name, _, qualified = target.partition(":")
         found: Any = importlib.import_module(module_name)
         for part in qualified.split("."):
@@ -362,11 +368,11 @@ def _find(touchpoint: Touchpoint) -> Any:  # noqa: ANN401 - whatever vLLM has th
         return found
 
     try:
-        return look_up(touchpoint.target)
+        return find(touchpoint.target)
     except (ImportError, AttributeError):
         if touchpoint.elsewhere is None:
             raise
-        return look_up(touchpoint.elsewhere)
+        return find(touchpoint.elsewhere)
 
 
 def verify(ledger: tuple[Touchpoint, ...] = LEDGER, supported: str = SUPPORTED) -> None:

@@ -1,5 +1,7 @@
 """Ownership out of a host's own plan, in the shape of the one on vllm-ascend's main branch."""
 
+import sys
+import types
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
@@ -149,13 +151,65 @@ def test_connectors_get_the_hosts_plan_where_ours_is_not_running(monkeypatch):
     assert found.layout.owners == (0, 0, 1)
 
 
+@pytest.fixture
+def planner(monkeypatch):
+    """A host that keeps its plan in the worker, in the shape of the releases 0.28 to 0.30."""
+    calls = []
+
+    def get_kvpp_cache_specs(kv_cache_config):
+        return {"specs of": kv_cache_config}
+
+    def create_kvpp_cache_allocation_plan(vllm_config, worker_spec, kvpp_rank):
+        calls.append((vllm_config, worker_spec))
+        return make_plan(kvpp_rank)
+
+    modules = {
+        "vllm_ascend.worker.kvpp_cache": get_kvpp_cache_specs,
+        "vllm_ascend.core.kv_cache_placement": create_kvpp_cache_allocation_plan,
+    }
+    for name in ("vllm_ascend", "vllm_ascend.worker", "vllm_ascend.core", *modules):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    for name, function in modules.items():
+        setattr(sys.modules[name], function.__name__, function)
+    return calls
+
+
+def test_a_host_that_keeps_its_plan_in_the_worker_is_asked_for_it(monkeypatch, planner):
+    monkeypatch.setattr(host_plan, "group_info", lambda: group(1))
+    monkeypatch.setattr(host_plan, "check_same_plan", lambda layout, group: None)
+    on = SimpleNamespace(additional_config={"enable_kvpp": True})
+    cache_config = SimpleNamespace(num_blocks=BLOCKS)
+    found = placement_for(on, cache_config, allocate(make_plan(1)))
+    assert main(2) in found.persistent_layers
+    assert main(0) not in found.persistent_layers
+    assert planner == [(on, {"specs of": cache_config})]
+
+
+def test_a_host_whose_planner_looks_different_is_refused_by_name(monkeypatch, planner):
+    monkeypatch.setattr(host_plan, "group_info", group)
+    monkeypatch.setattr(
+        sys.modules["vllm_ascend.core.kv_cache_placement"],
+        "create_kvpp_cache_allocation_plan",
+        lambda vllm_config, kvpp_rank: make_plan(),
+    )
+    on = SimpleNamespace(additional_config={"enable_kvpp": True})
+    with pytest.raises(SeamError, match=r"create_kvpp_cache_allocation_plan takes .*'kvpp_rank'"):
+        placement_for(on, SimpleNamespace(num_blocks=BLOCKS), allocate(make_plan()))
+    assert planner == []
+
+
 def test_without_kvpp_there_is_no_placement():
     off = SimpleNamespace(additional_config={})
     assert placement_for(off, SimpleNamespace(num_blocks=BLOCKS), {}) is None
 
 
 @pytest.mark.parametrize("extra", [{}, {"kvpp_plan": SimpleNamespace(layer_bundles={})}])
-def test_kvpp_without_a_readable_plan_is_refused_and_never_read_as_every_rank_holds_all(extra):
+def test_kvpp_without_a_readable_plan_is_refused_and_never_read_as_every_rank_holds_all(
+    monkeypatch, extra
+):
+    monkeypatch.setattr(host_plan, "group_info", group)
     on = SimpleNamespace(additional_config={"enable_kvpp": True})
-    with pytest.raises(SeamError, match="no plan that tells the layers' owners"):
+    with pytest.raises(
+        SeamError, match=r"no plan that tells the layers' owners: (it has no|vllm_ascend)"
+    ):
         placement_for(on, SimpleNamespace(num_blocks=BLOCKS, **extra), {})

@@ -64,7 +64,8 @@ def problems(vllm_config: "VllmConfig") -> "Iterator[str]":
                 "splitting_ops to vllm-ascend"
             )
     config = import_module(f"{PACKAGE}.ascend_config").get_ascend_config()
-    if config.sparse_kv_offload_config.enabled:
+    offload = getattr(config, "sparse_kv_offload_config", None)  # not in 0.23
+    if offload is not None and offload.enabled:
         yield (
             "additional_config.sparse_kv_offload_config keeps caches in host memory. Turn it off"
         )

@@ -115,3 +115,17 @@ ASCEND_WORKER_LEDGER: tuple[Touchpoint, ...] = (
 )
 
 ASCEND_LEDGER = (*ASCEND_CONFIG_LEDGER, *ASCEND_WORKER_LEDGER)
+
+# Of a vllm-ascend with a KVPP of its own, where the cache configuration does not carry its plan.
+HOST_LEDGER = (
+    Touchpoint(
+        target="vllm_ascend.worker.kvpp_cache:get_kvpp_cache_specs",
+        parameters=("kv_cache_config",),
+        why="what the host's allocation hands to its planner",
+    ),
+    Touchpoint(
+        target="vllm_ascend.core.kv_cache_placement:create_kvpp_cache_allocation_plan",
+        parameters=("vllm_config", "worker_spec", "kvpp_rank"),
+        why="the host's planner, where the cache configuration does not carry the plan",
+    ),
+)

@@ -26,8 +26,9 @@ from kvpp_connect.layout import (
     tensor_name,
 )
 from kvpp_connect.layout.placement import NUM_SCRATCH_SLOTS
+from kvpp_connect.seam.ascend_ledger import HOST_LEDGER
 from kvpp_connect.seam.groups import GroupInfo, group_info
-from kvpp_connect.seam.ledger import Touchpoint, check_touchpoint, look_up
+from kvpp_connect.seam.ledger import check_touchpoint, look_up
 from kvpp_connect.seam.runtime import active_placement, check_same_plan
 
 if TYPE_CHECKING:
@@ -51,19 +52,6 @@ class HostPlan(Protocol):
 
 
 _FIELDS = ("layer_owner_ranks", "layer_bundles", "tensor_sizes", "kvpp_rank")
-
-HOST_LEDGER = (
-    Touchpoint(
-        target="vllm_ascend.worker.kvpp_cache:get_kvpp_cache_specs",
-        parameters=("kv_cache_config",),
-        why="what the host's allocation hands to its planner",
-    ),
-    Touchpoint(
-        target="vllm_ascend.core.kv_cache_placement:create_kvpp_cache_allocation_plan",
-        parameters=("vllm_config", "worker_spec", "kvpp_rank"),
-        why="the host's planner, where the cache configuration does not carry the plan",
-    ),
-)
 
 
 def placement_for(

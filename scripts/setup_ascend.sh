@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes .venv-ascend as requirements/ascend.lock says, with this project installed editable: the
 # released vllm-ascend on a CPU, for tests/ascend. A second run finds its stamp and does nothing.
-# The stamp is removed before the first change and written after the last one.
+# The stamp is removed before the first change and written after the last one. Where only this project
+# has changed since, the packages stay.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -15,7 +16,8 @@ say() { echo "setup-ascend: $*"; }
 die() { printf 'setup-ascend: %s\n' "$@" >&2; exit 1; }
 trap 'die interrupted' INT TERM HUP # pip turns Ctrl-C into a mere failure
 
-state="$PWD $(cat "$lock" pyproject.toml scripts/setup_ascend.sh | sha256sum)"
+packages="$PWD $(cat "$lock" scripts/setup_ascend.sh | sha256sum)"
+state="$packages $(sha256sum <pyproject.toml)"
 up_to_date() { [[ -f $stamp && $(<"$stamp") == "$state" ]]; }
 if up_to_date; then exit; fi
 
@@ -37,18 +39,21 @@ pip_failed() { tail -n 20 "$log" >&2; die "pip could not install $1 (all of its 
 
 started=$SECONDS
 : >"$log"
-say "creating $venv with $("$python" --version) (2.6 GiB)"
-rm -rf "$venv"
-"$python" -m venv "$venv"
-
-torch=$(grep '^torch==' "$lock")
-say "installing $torch"
-if ! pip_install --only-binary :all: "$torch"; then
-    say "the configured package sources do not have it: asking PyTorch's own index"
-    pip_install --only-binary :all: --index-url "$torch_index" "$torch" || pip_failed "$torch"
+if [[ -f $stamp && $(<"$stamp") == "$packages "* ]]; then
+    rm "$stamp"
+else
+    say "creating $venv with $("$python" --version) (2.6 GiB)"
+    rm -rf "$venv"
+    "$python" -m venv "$venv"
+    torch=$(grep '^torch==' "$lock")
+    say "installing $torch"
+    if ! pip_install --only-binary :all: "$torch"; then
+        say "the configured package sources do not have it: asking PyTorch's own index"
+        pip_install --only-binary :all: --index-url "$torch_index" "$torch" || pip_failed "$torch"
+    fi
+    say "installing $(grep -c == "$lock") pinned packages (a few minutes, about 450 MB to download)"
+    pip_install --only-binary :all: --requirement "$lock" || pip_failed "$lock"
 fi
-say "installing $(grep -c == "$lock") pinned packages (a few minutes, about 450 MB to download)"
-pip_install --only-binary :all: --requirement "$lock" || pip_failed "$lock"
 
 say "installing kvpp-connect (editable)"
 pip_install --no-build-isolation --editable . || pip_failed kvpp-connect

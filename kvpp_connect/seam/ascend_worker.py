@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm_ascend.worker.worker import NPUWorker  # pyright: ignore[reportMissingImports]
 
 from kvpp_connect.layout import StageLayers
@@ -23,6 +24,9 @@ _ALIGNMENT_BYTES = PLATFORMS[ascend.DEVICE_TYPE].alignment_bytes
 class KvppNPUWorker(KvppWorkerMixin, NPUWorker):
     """``NPUWorker`` with KVPP."""
 
+    # What NPUWorker provides; declared for the type checker only.
+    device: torch.device
+
     _kvpp_hooks = AscendLayerHooks
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - passed through
@@ -36,9 +40,10 @@ class KvppNPUWorker(KvppWorkerMixin, NPUWorker):
 
     def determine_available_memory(self) -> int:
         """Bytes for vLLM's planner: the blocks that really fit times its bytes per block."""
-        # HCCL keeps buffers for each group, so the group is there when memory is measured.
         runtime = self._kvpp_runtime()
-        runtime.connect()
+        # HCCL makes a group's buffers with its first collective: now, before memory is measured.
+        first = torch.zeros(1, dtype=torch.int8, device=self.device)
+        runtime.connect().start(first, source_rank=0).wait()
         memory_bytes: int = NPUWorker.determine_available_memory(self)
         # The allocation's own base is moved up to the alignment.
         return runtime.budget(memory_bytes - _ALIGNMENT_BYTES)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from kvpp_connect._log import get_logger
 from kvpp_connect.connectors.ascend_store.backends.create import create_store, engine_to_share
 from kvpp_connect.connectors.ascend_store.config import PoolConfig, parse_extra_config
+from kvpp_connect.connectors.ascend_store.engine_checks import check_engine
 from kvpp_connect.connectors.ascend_store.health import StoreHealth
 from kvpp_connect.connectors.ascend_store.identity import model_identity
 from kvpp_connect.connectors.ascend_store.lookups import LookupService
@@ -15,9 +16,7 @@ from kvpp_connect.connectors.ascend_store.stats import PoolPrometheus, PoolStats
 from kvpp_connect.connectors.ascend_store.worker_side import RankPlace, WorkerSide
 from kvpp_connect.connectors.caches import block_shape, cache_tensors
 from kvpp_connect.connectors.metrics import ReportsMetrics
-from kvpp_connect.errors import ConfigError
 from kvpp_connect.layout import TokenShard
-from kvpp_connect.seam import multi
 from kvpp_connect.seam.api import (
     TELLS_SYNC_LOADS,
     BlockTables,
@@ -98,7 +97,7 @@ class AscendStoreConnector(ReportsMetrics, KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
         config = parse_extra_config(transfer.kv_connector_extra_config, str(transfer.kv_role))
-        _check_engine(vllm_config, config)
+        check_engine(vllm_config, config)
         self._shape = block_shape("AscendStoreConnector", kv_cache_config, vllm_config)
         self._cache_config = kv_cache_config
         self._tables = BlockTables()  # where vLLM does not lend its cache manager
@@ -153,7 +152,7 @@ class AscendStoreConnector(ReportsMetrics, KVConnectorBase_V1, SupportsHMA):
             ConfigError: names the setting and what to change.
         """
         config = parse_extra_config(transfer.kv_connector_extra_config, str(transfer.kv_role))
-        _check_engine(vllm_config, config)
+        check_engine(vllm_config, config)
         if config.loads:
             expect_loads(vllm_config, "AscendStoreConnector")
         whole = vllm_config.kv_transfer_config
@@ -300,44 +299,3 @@ class AscendStoreConnector(ReportsMetrics, KVConnectorBase_V1, SupportsHMA):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, PoolMetadata)
         return metadata.orders
-
-
-def _check_engine(vllm_config: "VllmConfig", config: PoolConfig) -> None:
-    model = vllm_config.model_config
-    if model is None or not model.use_mla:
-        raise ConfigError(
-            "AscendStoreConnector: the model does not use MLA, its ranks hold different KV heads; "
-            "this version of kvpp-connect pools MLA models only"
-        )
-    if config.load_mode != "async" and vllm_config.max_concurrent_batches > 1:
-        setting = "use_layerwise" if config.load_mode == "layerwise" else '"load_async": false'
-        raise ConfigError(
-            f"AscendStoreConnector: {setting} needs steps one after the other, since a load that "
-            "fails must be known before the next one. Remove it, or use --no-async-scheduling and "
-            "one pipeline stage"
-        )
-    if not TELLS_SYNC_LOADS:
-        _check_older_vllm(vllm_config, config)
-
-
-def _check_older_vllm(vllm_config: "VllmConfig", config: PoolConfig) -> None:
-    """Refuse what needs a vLLM that says which forwards read what is loaded for them."""
-    problem = ""
-    if config.load_mode != "async":
-        problem = 'loads before or during a forward; remove use_layerwise and "load_async": false'
-    elif vllm_config.parallel_config.pipeline_parallel_size > 1:
-        # Workers of all stages but the last cannot tell the scheduler what has been stored.
-        problem = "pipeline stages; use --pipeline-parallel-size 1"
-    elif stranger := _stranger(vllm_config):
-        problem = f"{stranger} beside it, which may load so; remove that connector"
-    if problem:
-        raise ConfigError(f"AscendStoreConnector: this vLLM is too old for {problem}")
-
-
-def _stranger(vllm_config: "VllmConfig") -> str:
-    """Name of a connector beside ours that is none of ours; empty for none."""
-    whole = vllm_config.kv_transfer_config
-    if whole is None or not multi.is_multi(whole.kv_connector, whole.kv_connector_module_path):
-        return ""
-    beside = multi.named_children(multi.children(whole.kv_connector_extra_config))
-    return next((child.name for child in beside if not child.is_ours), "")

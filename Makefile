@@ -31,10 +31,12 @@ test-ascend: ## run the contract tests with vllm-ascend, on CPU tensors, in .ven
 	@bash scripts/setup_ascend.sh
 	PYTHONPATH=tests/ascend/stub .venv-ascend/bin/python -m pytest tests/ascend --timeout=600
 
-soak: setup ## hurt P/D nodes, then a pool, on fresh seeds for SOAK_S seconds each (600), then fuzz
+soak: setup ## hurt P/D nodes, then a pool, on fresh seeds for SOAK_S seconds each (600), fuzz, then devices
 	$(PYTEST) tests/chaos/test_soak.py -s --chaos-soak-s $${SOAK_S:-600}
 	$(PYTEST) tests/chaos/test_pool_soak.py -s --chaos-soak-s $${SOAK_S:-600}
 	$(PYTEST) tests/connectors/mooncake_v2/test_control_fuzz.py --hypothesis-profile=soak --timeout=1800
+	$(PYTEST) tests/broadcast/test_asynchronous_device.py -k right_bytes_on_every_rank \
+		--schedules $${SCHEDULES:-10000} --first-schedule $$(date +%s)00000
 
 demo: setup ## run real vLLM servers with KVPP and check their tokens
 	@.venv/bin/kvpp demo

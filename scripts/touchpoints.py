@@ -1,6 +1,7 @@
 """Print docs/touchpoints.md from the seam's ledger."""
 
 from kvpp_connect.seam.ascend_ledger import ASCEND_LEDGER, HOST_LEDGER, SUPPORTED_ASCEND
+from kvpp_connect.seam.device_ledger import CPU_LEDGER, CUDA_LEDGER
 from kvpp_connect.seam.ledger import LEDGER, SUPPORTED_VLLM, Touchpoint
 
 
@@ -19,6 +20,16 @@ def render() -> str:
         "and ends with 1 if there is one.",
         "",
         *_table(LEDGER),
+        "",
+        "## On CPUs only",
+        "",
+        "From `kvpp_connect/seam/device_ledger.py`.",
+        "",
+        *_table(CPU_LEDGER),
+        "",
+        "## On CUDA only",
+        "",
+        *_table(CUDA_LEDGER),
         "",
         "## In vllm-ascend without a KVPP of its own",
         "",

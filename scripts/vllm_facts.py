@@ -11,13 +11,13 @@ from pathlib import Path
 
 from released import Source, read_wheel
 
-from kvpp_connect.seam.ledger import LEDGER
+from kvpp_connect.seam.device_ledger import STOCK_LEDGER
 
 
 def _facts(source: Source) -> dict[str, dict[str, list[str]]]:
     """The facts of all entries of the ledger, by target."""
     facts: dict[str, dict[str, list[str]]] = {}
-    for entry in LEDGER:
+    for entry in STOCK_LEDGER:
         targets = [target for target in (entry.target, entry.elsewhere) if target is not None]
         fact = next((found for t in targets if (found := source.fact(t)) is not None), None)
         if fact is None:

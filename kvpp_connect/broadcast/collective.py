@@ -7,8 +7,9 @@ at ``start`` before and after the broadcast, and the host never waits. Every oth
 the host wait, in ``PendingBroadcast.wait``. Callers do the same for both.
 """
 
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -114,7 +115,10 @@ class StreamOrdered:
 
 
 def create_group_broadcast(
-    groups: tuple[tuple[int, ...], ...], backend: str, timeout_s: float
+    groups: tuple[tuple[int, ...], ...],
+    backend: str,
+    timeout_s: float,
+    make_options: Callable[[timedelta], Any] | None = None,
 ) -> GroupBroadcast:
     """Create the process group of every KVPP group and return this process's transport.
 
@@ -125,10 +129,13 @@ def create_group_broadcast(
         groups: global ranks of every KVPP group of the world, the same tuple on every process.
         backend: ``torch.distributed`` backend.
         timeout_s: seconds after which a broadcast without progress fails.
+        make_options: makes the backend's options of one group from its time limit.
     """
     mine: TorchBroadcast | None = None
+    timeout = timedelta(seconds=timeout_s)
     for ranks in groups:
-        group = dist.new_group(list(ranks), backend=backend, timeout=timedelta(seconds=timeout_s))
+        options = make_options(timeout) if make_options else None
+        group = dist.new_group(list(ranks), backend=backend, timeout=timeout, pg_options=options)
         if isinstance(group, dist.ProcessGroup) and dist.get_rank() in ranks:
             mine = TorchBroadcast(group, ranks)
     assert mine is not None, f"rank {dist.get_rank()} is in none of the KVPP groups {groups}"

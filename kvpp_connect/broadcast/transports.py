@@ -39,7 +39,7 @@ def create_transport(
     """
     backend = platform.collective_backend
     # Created always: it is collective over the world, and not every group may share a machine.
-    collective = create_group_broadcast(groups, backend, timeout_s)
+    collective = create_group_broadcast(groups, backend, timeout_s, platform.create_group_options)
     ranks = next(ranks for ranks in groups if dist.get_rank() in ranks)
     rank = ranks.index(dist.get_rank())
     chosen: GroupBroadcast = collective

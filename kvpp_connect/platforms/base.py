@@ -1,7 +1,9 @@
 """What differs between devices, as data. One entry per device that KVPP runs on."""
 
 from dataclasses import dataclass
+from datetime import timedelta
 from importlib import import_module
+from typing import Any
 
 from kvpp_connect.errors import ConfigError
 from kvpp_connect.platforms.device import Device
@@ -20,6 +22,8 @@ class Platform:
         device_cls: dotted name of its :class:`~kvpp_connect.platforms.device.Device`.
         transfer_protocol: default protocol of the transfer engine.
         compact_obstacle: why compact mode is not to be had there; empty where it is.
+        group_options: dotted name of what makes the options of the KVPP group's process group;
+            empty for torch's own.
     """
 
     name: str
@@ -30,6 +34,7 @@ class Platform:
     device_cls: str
     transfer_protocol: str
     compact_obstacle: str = ""
+    group_options: str = ""
 
     def create_device(self) -> Device:
         """Make this process's device; its module may load the vendor's libraries.
@@ -37,8 +42,16 @@ class Platform:
         Raises:
             ConfigError: the device or its libraries are missing.
         """
-        module, _, name = self.device_cls.rpartition(".")
-        return getattr(import_module(module), name)()
+        return _find(self.device_cls)()
+
+    def create_group_options(self, timeout: timedelta) -> Any | None:  # noqa: ANN401 - each backend's
+        """Options of a new process group; ``None`` for torch's own."""
+        return _find(self.group_options)(timeout) if self.group_options else None
+
+
+def _find(dotted_name: str) -> Any:  # noqa: ANN401 - whatever the table names
+    module, _, name = dotted_name.rpartition(".")
+    return getattr(import_module(module), name)
 
 
 PLATFORMS: dict[str, Platform] = {
@@ -50,6 +63,16 @@ PLATFORMS: dict[str, Platform] = {
         kvpp_worker_cls="kvpp_connect.seam.cpu_worker.KvppCPUWorker",
         device_cls="kvpp_connect.platforms.cpu.CpuDevice",
         transfer_protocol="tcp",
+    ),
+    "cuda": Platform(
+        name="cuda",
+        collective_backend="nccl",
+        alignment_bytes=512,  # of torch's own allocations, which kernels are written for
+        worker_cls="vllm.v1.worker.gpu_worker.Worker",
+        kvpp_worker_cls="kvpp_connect.seam.cuda_worker.KvppGPUWorker",
+        device_cls="kvpp_connect.platforms.cuda.CudaDevice",
+        transfer_protocol="rdma",
+        group_options="kvpp_connect.platforms.cuda.group_options",
     ),
     "npu": Platform(
         name="npu",

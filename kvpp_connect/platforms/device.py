@@ -10,7 +10,7 @@ made during a forward. Not thread-safe; driven by the thread that runs the model
 
 from contextlib import AbstractContextManager
 from types import ModuleType
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class StreamEvent(Protocol):
@@ -50,14 +50,15 @@ class Device(Protocol):
 class StreamDevice:
     """A device whose streams have the interface of ``torch.cuda``, with a transfer stream on it."""
 
-    def __init__(self, streams: ModuleType) -> None:
+    def __init__(self, streams: ModuleType, **options: Any) -> None:  # noqa: ANN401 - the stream's
         """Make the transfer stream on the current device.
 
         Args:
             streams: ``torch.cuda``, ``torch.npu``, or a module of the same shape.
+            options: of the transfer stream.
         """
         self._streams = streams
-        self._transfers = streams.Stream()
+        self._transfers = streams.Stream(**options)
 
     def event(self) -> StreamEvent:
         """Reserve an event."""

@@ -42,8 +42,7 @@ class KvppNPUWorker(KvppWorkerMixin, NPUWorker):
         """Bytes for vLLM's planner: the blocks that really fit times its bytes per block."""
         runtime = self._kvpp_runtime()
         # HCCL makes a group's buffers with its first collective: now, before memory is measured.
-        first = torch.zeros(1, dtype=torch.int8, device=self.device)
-        runtime.connect().start(first, source_rank=0).wait()
+        runtime.warm_up(self.device)
         memory_bytes: int = NPUWorker.determine_available_memory(self)
         # The allocation's own base is moved up to the alignment.
         return runtime.budget(memory_bytes - _ALIGNMENT_BYTES)

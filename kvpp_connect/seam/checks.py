@@ -104,7 +104,7 @@ def deployment_problems(
     quiet_vllm()
     try:
         config = parse_additional_config(additional_config)
-        with _directory_of(checkpoint) as directory:
+        with _directory_of(checkpoint) as directory, _defaults_of_kvpp(config):
             vllm_config = _engine_config(
                 [
                     f"--model={directory}",
@@ -193,6 +193,15 @@ def _engine_config(arguments: Sequence[str]) -> "VllmConfig":
         raise
     except Exception as error:
         raise ConfigError(f"vLLM refuses the deployment: {_first_reason(error)}") from error
+
+
+@contextmanager
+def _defaults_of_kvpp(config: KvppConfig) -> "Iterator[None]":
+    """Let vLLM fill in what it would for a server with KVPP."""
+    from kvpp_connect.seam import install
+
+    with install.settling_defaults(always=config.enabled):
+        yield
 
 
 def _connector_problems(vllm_config: "VllmConfig") -> "Iterator[str]":

@@ -4,6 +4,8 @@ A dense MLA layer is asked for in ``prepare_kv_cache_update``, before it writes.
 indexer, which writes and reads its keys before that, inside the opaque op ``sparse_attn_indexer``.
 Models for accelerators write both caches in one kernel of their own; before it they call the
 implementation's ``prepare_for_batch``. All three run in eager code, in compiled models as well.
+Only a breakable CUDA graph captures the calls around the kernels that write, and replays the
+kernels alone. There the hooks end the captured segment, so that layers ask at each replay.
 Whichever comes first acquires the layer; the others find it held.
 """
 
@@ -17,6 +19,7 @@ from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from kvpp_connect.broadcast.engine import BroadcastError, PrefetchEngine
 from kvpp_connect.errors import SeamError
 from kvpp_connect.layout import BundlePlace, RankPlacement
+from kvpp_connect.seam import graph_breaks
 
 
 class LayerHooks:
@@ -95,11 +98,15 @@ def bundle_names(bundle: BundlePlace) -> list[str]:
 def _hook_main(layer: Any, enter: Callable[[], None]) -> None:  # noqa: ANN401 - an MLAAttention
     """Ask before the main cache's first access, in either of the ways that models announce it."""
 
+    enter_at_replay = graph_breaks.at_replay(enter)
+
     def asking(original: Callable[..., None]) -> Callable[..., None]:
         @wraps(original)
         def prepare(attn_metadata: Any) -> None:  # noqa: ANN401 - each backend's own
+            if graph_breaks.capturing():
+                enter_at_replay()
             # Without metadata it is a dummy run, which touches no cache.
-            if attn_metadata is not None:
+            elif attn_metadata is not None:
                 enter()
             original(attn_metadata)
 

@@ -1,11 +1,14 @@
-"""The one thing that is put around vLLM before its configuration is known.
+"""The two things that are put around vLLM before its configuration is known.
 
 vLLM has no hook that shows a plugin the configuration. The platform's ``check_and_update_config``
 is the first function that sees ``additional_config`` while ``worker_cls`` is still open, so it is
-wrapped. With KVPP off the wrapper reads settings, refuses wrong ones, and changes nothing.
+wrapped. With KVPP off the wrapper reads settings, refuses wrong ones, and changes nothing. What the
+user left open can be told from what the user asked for in ``apply_config_platform_defaults`` only,
+which vLLM calls before it fills in its own defaults.
 """
 
 import functools
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from kvpp_connect._log import get_logger
@@ -26,8 +29,26 @@ _MARK = "_kvpp_connect_hook"
 KVPP_WORKERS = frozenset(platform.kvpp_worker_cls for platform in PLATFORMS.values())
 
 
+_always_settles = False
+
+
+@contextmanager
+def settling_defaults(*, always: bool) -> "Iterator[None]":
+    """Treat what users leave open as with KVPP on, whether or not their configuration says so.
+
+    Args:
+        always: whether to do that; else nothing changes.
+    """
+    global _always_settles  # vLLM offers no way to hand it down
+    before, _always_settles = _always_settles, always
+    try:
+        yield
+    finally:
+        _always_settles = before
+
+
 def install_config_hook() -> None:
-    """Wrap the current platform's configuration check, once per process."""
+    """Wrap the current platform's defaults and its configuration check, once per process."""
     from vllm.platforms import current_platform
 
     platform_class: Any = type(current_platform)
@@ -48,8 +69,19 @@ def install_config_hook() -> None:
         if config.enabled:
             enable(vllm_config, config, chosen)
 
+    open_defaults = platform_class.apply_config_platform_defaults
+
+    @functools.wraps(open_defaults.__func__)
+    def apply_config_platform_defaults(
+        cls: "type[VllmPlatform]", vllm_config: "VllmConfig"
+    ) -> None:
+        open_defaults.__func__(cls, vllm_config)
+        if _always_settles or parse_additional_config(vllm_config.additional_config).enabled:
+            variant(vllm_config.device_config.device_type).settle_defaults(vllm_config)
+
     setattr(check_and_update_config, _MARK, True)
     platform_class.check_and_update_config = classmethod(check_and_update_config)
+    platform_class.apply_config_platform_defaults = classmethod(apply_config_platform_defaults)
 
 
 def check_connectors(vllm_config: "VllmConfig") -> None:
@@ -148,6 +180,7 @@ def enable(vllm_config: "VllmConfig", config: KvppConfig, chosen_worker: str) ->
     platform = select_platform(device_type)
     _check_worker(vllm_config, platform, chosen_worker)
     vllm_config.parallel_config.worker_cls = platform.kvpp_worker_cls
+    host.settle(vllm_config)
     if device_type == ascend.DEVICE_TYPE:
         logger.info("KVPP: this vllm-ascend has none of its own; kvpp-connect serves the layers")
     choice = settings.choose_mode(vllm_config, config)

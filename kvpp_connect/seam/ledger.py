@@ -50,11 +50,6 @@ LEDGER: tuple[Touchpoint, ...] = (
         why="overridden: reports the logical budget",
     ),
     Touchpoint(
-        target="vllm.v1.worker.cpu_worker:CPUWorker.determine_available_memory",
-        parameters=("self",),
-        why="overridden: reports the logical budget",
-    ),
-    Touchpoint(
         target="vllm.v1.worker.gpu_worker:Worker.get_kv_cache_spec",
         parameters=("self",),
         why="the layers and page sizes of this stage",
@@ -299,12 +294,6 @@ LEDGER: tuple[Touchpoint, ...] = (
         target="vllm.distributed.utils:sched_yield",
         parameters=(),
         why="reads USE_SCHED_YIELD, which seam.quirks clears on request",
-    ),
-    Touchpoint(
-        target="vllm.distributed.device_communicators.cpu_communicator:"
-        "CpuCommunicator._all_group_ranks_share_shm_group_name",
-        parameters=("self",),
-        why="decides for the shared-memory communicator; seam.quirks says no on request",
     ),
     Touchpoint(
         target="vllm.distributed.kv_transfer.kv_connector.factory:"

@@ -162,10 +162,7 @@ class KvppRuntime:
         return placement
 
     def connect(self) -> GroupBroadcast:
-        """Make this process's transport, once. Collective over the world.
-
-        A worker that measures memory calls it before, if the transport takes any.
-        """
+        """Make this process's transport, once. Collective over the world."""
         if self._transport is None:
             self._transport = create_transport(
                 self._config.transport,
@@ -175,6 +172,15 @@ class KvppRuntime:
                 self._config.broadcast_timeout_s,
             )
         return self._transport
+
+    def warm_up(self, device: torch.device) -> None:
+        """Use the transport once; it keeps buffers on the device from then on.
+
+        To be called before memory is measured, where broadcasts go through a device's collective.
+        Collective over the world.
+        """
+        first = torch.zeros(1, dtype=torch.uint8, device=device)
+        self.connect().start(first, source_rank=0).wait()
 
     def attach(
         self, memory: torch.Tensor, layers: "dict[str, Any]", runner: "GPUModelRunner"

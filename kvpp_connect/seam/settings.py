@@ -18,7 +18,7 @@ from kvpp_connect.layout import (
     running_scratch,
 )
 from kvpp_connect.platforms.base import PLATFORMS
-from kvpp_connect.seam import multi
+from kvpp_connect.seam import cuda_graphs, multi
 from kvpp_connect.seam.variants import variant
 
 if TYPE_CHECKING:
@@ -89,8 +89,20 @@ def _compact_needs_its_platform(vllm_config: "VllmConfig", config: KvppConfig) -
     return (platform.compact_obstacle or None) if platform else None
 
 
+def _compact_needs_slots_at_replay(vllm_config: "VllmConfig", config: KvppConfig) -> str | None:
+    del config
+    mode = vllm_config.compilation_config.cudagraph_mode
+    if not mode or not cuda_graphs.breakable():
+        return None
+    return (
+        "breakable CUDA graphs write caches by the slots that they were captured with; "
+        "VLLM_USE_BREAKABLE_CUDAGRAPH=0 or --enforce-eager turns them off"
+    )
+
+
 _COMPACT_CHECKS = (
     _compact_needs_its_platform,
+    _compact_needs_slots_at_replay,
     _compact_needs_runner_v1,
     _compact_needs_its_scheduler,
     _compact_needs_a_length,

@@ -28,7 +28,8 @@ class FakeStreams:
     def is_available(self):
         return self.available
 
-    def Stream(self):  # noqa: N802 - torch's name
+    def Stream(self, **options):  # noqa: N802 - torch's name
+        self.options = options
         self.log.append("new stream")
         return "transfer stream"
 
@@ -87,6 +88,12 @@ def test_events_go_to_the_stream_that_is_current(make):
     )
 
 
+def test_transfers_go_first_on_a_gpu():
+    streams = FakeStreams()
+    cuda(streams)
+    assert streams.options == {"priority": -1}
+
+
 @pytest.mark.parametrize(("make", "names"), [(cuda, "CUDA"), (ascend, "NPU")])
 def test_a_machine_without_the_device_is_told_so_in_one_line(make, names):
     with pytest.raises(ConfigError, match=f"enable_kvpp.* sees no {names}") as error:
@@ -109,7 +116,7 @@ def test_torch_without_cuda_is_refused():
 def test_the_fake_has_the_shape_of_torch():
     for owner, call in [
         (torch.cuda, "is_available()"),
-        (torch.cuda, "Stream()"),
+        (torch.cuda, "Stream(device,priority)"),
         (torch.cuda, "Event()"),
         (torch.cuda, "stream(stream)"),
         (torch.cuda.Event, "record(self)"),

@@ -9,6 +9,7 @@ pytest.importorskip("vllm")
 
 import torch
 from vllm import _custom_ops as ops
+from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture
 from vllm.config import VllmConfig
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers import sparse_attn_indexer
@@ -188,3 +189,52 @@ def test_a_bundle_without_a_main_cache_is_refused_by_name():
     layers = {main_name(0): object()}
     with pytest.raises(SeamError, match=main_name(0)):
         LayerHooks(place_rank(plan_group(stage, 2), 0, 3), layers, NotingEngine([]))
+
+
+class FakeGraph:
+    """A captured segment, which repeats nothing of what the host did."""
+
+    def __init__(self, log):
+        self.log = log
+
+    def capture_begin(self):
+        """Nothing to prepare."""
+
+    def capture_end(self):
+        """Nothing to keep."""
+
+    def replay(self):
+        self.log.append("kernels")
+
+
+@pytest.mark.parametrize("announce", ["prepare_kv_cache_update", "impl.prepare_for_batch"])
+def test_in_a_breakable_graph_layers_ask_between_its_segments_at_every_replay(
+    build, monkeypatch, announce
+):
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    made = build(False, False)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: FakeGraph(made.log))
+
+    def model():
+        for index in (0, 1):
+            layer = made.layers[main_name(index)]
+            (
+                layer.impl.prepare_for_batch
+                if "batch" in announce
+                else layer.prepare_kv_cache_update
+            )(None)
+
+    with set_forward_context(None, VllmConfig()), BreakableCUDAGraphCapture() as capture:
+        model()
+    assert [call for call in made.log if call[0] == "acquire"] == []  # a dummy run
+    made.log.clear()
+    for _ in range(2):
+        with set_forward_context({main_name(0): METADATA}, VllmConfig()):
+            capture.replay()
+        made.hooks.finish()
+        made.engine.armed = True
+    with set_forward_context(None, VllmConfig()):
+        capture.replay()
+    asked = [("acquire", 0), "kernels", ("release", 0), ("acquire", 1), "kernels", ("release", 1)]
+    forward = ["kernels", *asked, "finish"]
+    assert made.log == [*forward, *forward, *["kernels"] * 3]

@@ -1,5 +1,7 @@
 import json
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,11 +10,27 @@ pytest.importorskip("vllm")
 
 from kvpp_connect import __version__
 from kvpp_connect.errors import SeamError
+from kvpp_connect.seam.device_ledger import CPU_LEDGER, CUDA_LEDGER, STOCK_LEDGER
 from kvpp_connect.seam.ledger import LEDGER, Touchpoint, verify, vllm_version
 
 
 def test_the_installed_vllm_fits():
-    verify()
+    verify((*LEDGER, *CPU_LEDGER))
+    verify(CUDA_LEDGER)
+
+
+def test_no_check_on_cuda_replaces_torchs_streams():
+    """As importing vLLM's worker for CPUs does."""
+    code = (
+        "import torch; stream = torch.cuda.Stream; pin = torch.Tensor.pin_memory\n"
+        "from kvpp_connect.seam.variants import variant\n"
+        "variant('cuda').verify()\n"
+        "assert torch.cuda.Stream is stream and torch.Tensor.pin_memory is pin\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +65,7 @@ def test_a_vllm_that_does_not_fit_is_refused_with_both_versions(touchpoint, mess
 def test_the_ledger_fits_the_signatures_of_each_supported_vllm(version):
     """Facts read from the released wheels by scripts/vllm_facts.py, without importing them."""
     facts = json.loads((Path(__file__).parent / f"vllm_facts_{version}.json").read_text())
-    for entry in LEDGER:
+    for entry in STOCK_LEDGER:
         fact = facts[entry.target]
         if entry.parameters is not None:
             assert tuple(fact["parameters"]) == entry.parameters, entry.target

@@ -13,8 +13,9 @@ from kvpp_connect.errors import ConfigError, PeerError
 PROTOCOLS = ("tcp", "rdma", "ascend")
 
 INSTALL_HINT = (
-    "Install mooncake-transfer-engine (mooncake-transfer-engine-non-cuda on CPU machines) and the "
-    "system library it names (Debian: libibverbs1)"
+    "Install mooncake-transfer-engine-cuda13 or mooncake-transfer-engine, as the CUDA of torch "
+    "(mooncake-transfer-engine-non-cuda on CPU machines), and the system library it names (Debian: "
+    "libibverbs1)"
 )
 
 _TCP_SETTINGS = {
@@ -74,8 +75,11 @@ class TransferEngine(Protocol):
 class MooncakeEngine:
     """``mooncake.engine.TransferEngine`` with return codes turned into errors."""
 
-    def __init__(self, host: str, protocol: str) -> None:
+    def __init__(self, host: str, protocol: str, device_name: str = "") -> None:
         """Start an engine that peers reach at ``host``.
+
+        Args:
+            device_name: RDMA devices to use, separated by commas; empty: all.
 
         Raises:
             ConfigError: mooncake is not installed, or does not start.
@@ -93,14 +97,16 @@ class MooncakeEngine:
                 f"MooncakeConnectorV2: cannot load mooncake ({error}). {INSTALL_HINT}"
             ) from error
         self._engine: Any = Engine()
-        code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, "")
+        code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, device_name)
         if code != 0:
             raise ConfigError(
                 f"MooncakeConnectorV2: mooncake does not start on host {host!r} with protocol "
-                f"{protocol!r} (code {code}); is {host!r} an address of this machine?"
+                f"{protocol!r} (code {code}); is {host!r} an address of this machine"
+                + (f", and are there devices {device_name!r}?" if device_name else "?")
             )
         self._session = f"{host}:{self._engine.get_rpc_port()}"
         self._protocol = protocol
+        self._device_name = device_name
         self._regions_left = _ASCEND_REGIONS if protocol == "ascend" else None
 
     @property
@@ -111,6 +117,11 @@ class MooncakeEngine:
     def protocol(self) -> str:
         """Transfer protocol that the engine was started with."""
         return self._protocol
+
+    @property
+    def device_name(self) -> str:
+        """RDMA devices that the engine was started with; empty for all."""
+        return self._device_name
 
     @property
     def native_handle(self) -> object:
@@ -155,17 +166,23 @@ class MooncakeEngine:
 _engines: WeakValueDictionary[tuple[str, str], MooncakeEngine] = WeakValueDictionary()
 
 
-def share_engine(host: str, protocol: str) -> MooncakeEngine:
+def share_engine(host: str, protocol: str, device_name: str = "") -> MooncakeEngine:
     """This process's engine at ``host``; it is started where there is none.
 
     Memory is registered once with an engine, so its users register memory of their own only.
 
     Raises:
-        ConfigError: mooncake is not installed, or does not start.
+        ConfigError: mooncake is not installed, or does not start; or the engine that is there was
+            started with other devices.
     """
     engine = _engines.get((host, protocol))
     if engine is None:
-        engine = _engines[host, protocol] = MooncakeEngine(host, protocol)
+        engine = _engines[host, protocol] = MooncakeEngine(host, protocol, device_name)
+    if engine.device_name != device_name:
+        raise ConfigError(
+            f"MooncakeConnectorV2: device_name is {device_name!r}, and this process's engine at "
+            f"{host} uses {engine.device_name!r}; set both to the same"
+        )
     return engine
 
 

@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from kvpp_connect.connectors.mooncake_engine import MooncakeEngine, late_write_s
+from kvpp_connect.connectors.mooncake_engine import MooncakeEngine, late_write_s, share_engine
 from kvpp_connect.errors import ConfigError
 
 TIMEOUT = "ASCEND_TRANSFER_TIMEOUT"
@@ -43,8 +43,8 @@ def start(monkeypatch):
     monkeypatch.setenv(TIMEOUT, "1")  # so that it is put back after the test
     monkeypatch.delenv(TIMEOUT)
 
-    def start(protocol="ascend"):
-        engine = MooncakeEngine("10.0.0.1", protocol)
+    def start(protocol="ascend", device_name=""):
+        engine = MooncakeEngine("10.0.0.1", protocol, device_name)
         return engine, made[-1].started
 
     return start
@@ -83,3 +83,17 @@ def test_one_region_more_than_an_npu_registers_is_refused(start):
     many, _ = start("rdma")
     for number in range(300):
         many.register(number, 1)
+
+
+def test_mooncake_is_told_which_network_devices_to_use(start):
+    engine, given = start("rdma", "mlx5_0,mlx5_1")
+    assert given[:4] == ("10.0.0.1", "P2PHANDSHAKE", "rdma", "mlx5_0,mlx5_1")
+    assert engine.device_name == "mlx5_0,mlx5_1"
+
+
+def test_connectors_that_share_an_engine_have_to_name_the_same_devices(start):
+    start("rdma")  # puts the fake in mooncake's place
+    engine = share_engine("10.0.0.2", "rdma", "mlx5_0")
+    assert share_engine("10.0.0.2", "rdma", "mlx5_0") is engine
+    with pytest.raises(ConfigError, match=r"device_name is 'mlx5_1'.*uses 'mlx5_0'; set both"):
+        share_engine("10.0.0.2", "rdma", "mlx5_1")

@@ -24,6 +24,7 @@ class MooncakeV2Config:
             control channel takes questions from everybody who reaches it.
         max_questions_per_s: questions per second that a producer takes from one address.
         protocol: transfer protocol of mooncake; empty: what the platform uses.
+        device_name: RDMA devices that mooncake may use, separated by commas; empty: all.
         pull_mode: "shared": a decode node's ranks read each layer once from the prefill node, and
             the rest from each other; "direct": each rank reads all that it needs from there.
         lease_s: seconds for which a producer keeps a finished request's blocks without hearing from
@@ -40,6 +41,7 @@ class MooncakeV2Config:
     control_secret_file: str = ""
     max_questions_per_s: float = 1000.0
     protocol: str = ""
+    device_name: str = ""
     pull_mode: PullMode = "shared"
     lease_s: float = 60.0
     max_lease_s: float = 3600.0
@@ -48,7 +50,7 @@ class MooncakeV2Config:
 
 
 _WHERE = "kv_connector_extra_config"
-_STRINGS = ("host", "bind_host", "control_secret_file", "protocol")
+_STRINGS = ("host", "bind_host", "control_secret_file", "protocol", "device_name")
 _SECONDS = ("lease_s", "max_lease_s", "control_timeout_s", "failed_read_hold_s")
 # Where a key has a meaning; everywhere, if it is not listed.
 _ROLES = {

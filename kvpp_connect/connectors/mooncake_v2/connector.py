@@ -12,6 +12,7 @@ from kvpp_connect.connectors.mooncake_v2.metadata import StepOrders
 from kvpp_connect.connectors.mooncake_v2.scheduler_side import SchedulerSide
 from kvpp_connect.connectors.mooncake_v2.stats import MooncakeV2Prometheus, MooncakeV2Stats
 from kvpp_connect.connectors.mooncake_v2.worker_side import WorkerSide
+from kvpp_connect.errors import ConfigError
 from kvpp_connect.layout import GroupManifest
 from kvpp_connect.seam.api import (
     KVConnectorBase_V1,
@@ -124,6 +125,11 @@ class MooncakeConnectorV2(ReportsMetrics, KVConnectorBase_V1, SupportsHMA):
         extra = transfer.kv_connector_extra_config
         config = parse_extra_config(extra, str(transfer.kv_role))
         replica_port(config, vllm_config.parallel_config.data_parallel_size - 1)
+        if getattr(vllm_config.model_config, "enable_sleep_mode", False):
+            raise ConfigError(
+                "MooncakeConnectorV2: --enable-sleep-mode takes the memory away that peers read, "
+                "and gives other memory back. Remove it"
+            )
         if transfer.is_kv_consumer:
             expect_loads(vllm_config, "MooncakeConnectorV2")
 

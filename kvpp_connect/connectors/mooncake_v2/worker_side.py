@@ -65,7 +65,7 @@ class WorkerSide:
         self._host = host
         self._shape = shape
         self._shares = consumes and config.pull_mode == "shared"
-        self._engine: TransferEngine = share_engine(host, protocol)
+        self._engine: TransferEngine = share_engine(host, protocol, config.device_name)
         self._late_write_s = late_write_s(protocol)
         self._stats: PullStats | None = None
         self._puller: Puller | None = None

@@ -35,7 +35,7 @@ class ScriptedPuller:
 @pytest.fixture
 def connector(monkeypatch):
     """A worker's connector whose pulls end as the test says."""
-    monkeypatch.setattr(worker_side, "share_engine", lambda host, protocol: None)
+    monkeypatch.setattr(worker_side, "share_engine", lambda *_: None)
     worker = worker_side.WorkerSide(
         config=MooncakeV2Config(),
         host="127.0.0.1",

@@ -45,10 +45,11 @@ def create_store(
 def engine_to_share(settings: StoreSettings, host: str) -> MooncakeEngine | None:
     """The engine of this process that a store with these settings can use, if there is one.
 
-    It was started without a metadata server and with all devices.
+    It was started without a metadata server, and has to use the same devices.
     """
     if not isinstance(settings, MooncakeSettings):
         return None
-    if settings.metadata_server != "P2PHANDSHAKE" or settings.device_name:
+    if settings.metadata_server != "P2PHANDSHAKE":
         return None
-    return find_engine(settings.local_hostname or host, settings.protocol)
+    found = find_engine(settings.local_hostname or host, settings.protocol)
+    return found if found and found.device_name == settings.device_name else None

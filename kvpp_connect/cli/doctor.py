@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from kvpp_connect.cli.probes import Finding
 
 _DEFAULT_HOST = "127.0.0.1"
-_DEFAULT_PROTOCOL = "tcp"
 
 
 def doctor(
@@ -56,7 +55,7 @@ def doctor(
     Example: can this decode node reach the prefill node?
       $ kvpp doctor --producer 10.0.0.7:7000
     """
-    from kvpp_connect.cli import probes
+    from kvpp_connect.cli import gpu_probes, probes
 
     findings: list[Finding] = [*probes.versions()]
     transfer, found = _parse_json(kv_transfer_config, "--kv-transfer-config")
@@ -66,14 +65,18 @@ def doctor(
     keys = [*_configuration(transfer, additional)]
     findings += keys
     connectors = [] if _has_failure(keys) else connectors_of(transfer)
+    if gpu_probes.is_cuda():
+        findings += gpu_probes.cuda(tp, kvpp=_wants_kvpp(additional))
     if _is_installed(findings):
-        findings += probes.touchpoints()
+        findings += probes.touchpoints("cuda" if gpu_probes.is_cuda() else "cpu")
         if path is not None and not _has_failure(keys):
             arguments = [f"--tensor-parallel-size={tp}", *(serve_arguments or ())]
             findings += _deployment(path, arguments, additional, transfer)
     for host, protocol in dict.fromkeys(map(_endpoint, connectors)) or [_endpoint({})]:
         findings += probes.mooncake(host, protocol, needed=bool(transfer))
         findings.append(probes.locked_memory(protocol))
+        if protocol == "rdma":
+            findings += gpu_probes.rdma(gpus=gpu_probes.is_cuda())
     findings += _network(connectors, port or [], master, producer)
     failed = _has_failure(findings)
     if as_json:
@@ -82,6 +85,16 @@ def doctor(
         _print(findings)
     if failed:
         raise typer.Exit(1)
+
+
+def _wants_kvpp(additional: Mapping[str, Any]) -> bool:
+    """Whether a server with this would run KVPP; it says itself what is wrong with it."""
+    from kvpp_connect.config import parse_additional_config
+
+    try:
+        return parse_additional_config(additional).enabled
+    except ConfigError:
+        return False
 
 
 def _is_installed(findings: "list[Finding]") -> bool:
@@ -95,11 +108,14 @@ def _has_failure(findings: "Iterable[Finding]") -> bool:
 
 def _endpoint(connector: Mapping[str, Any]) -> tuple[str, str]:
     """Where this node's server would listen for its peers, and the protocol of transfers."""
+    from kvpp_connect.cli import gpu_probes
+    from kvpp_connect.platforms.base import PLATFORMS
     from kvpp_connect.seam import checks
 
     extra = extra_of(connector)
     host = str(extra.get("host") or "") or checks.host_address() or _DEFAULT_HOST
-    return host, str(extra.get("protocol") or _DEFAULT_PROTOCOL)
+    default = PLATFORMS["cuda" if gpu_probes.is_cuda() else "cpu"].transfer_protocol
+    return host, str(extra.get("protocol") or default)
 
 
 def _parse_json(text: str, flag: str) -> "tuple[dict[str, Any], list[Finding]]":

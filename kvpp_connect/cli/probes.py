@@ -16,6 +16,7 @@ from kvpp_connect import __version__
 from kvpp_connect.errors import KvppError
 from kvpp_connect.planning.units import format_bytes
 from kvpp_connect.seam import ledger
+from kvpp_connect.seam.variants import variant
 
 State = Literal["ok", "note", "fail"]
 
@@ -28,11 +29,14 @@ SYSTEM_LIBRARIES = {
 _OTHER_LIBRARIES = {
     "librdmacm.so.1": "librdmacm1",
     "libmlx5.so.1": "ibverbs-providers",
+    "libcudart.so.12": "mooncake-transfer-engine-cuda13 beside a torch for CUDA 13, the CUDA 12 "
+    "runtime, or mooncake-transfer-engine-non-cuda on a CPU machine",
     "libcudart.so": "the CUDA runtime, or mooncake-transfer-engine-non-cuda on a CPU machine",
     "libcuda.so.1": "the NVIDIA driver, or mooncake-transfer-engine-non-cuda on a CPU machine",
     "libascendcl.so": "CANN, or mooncake-transfer-engine-non-cuda on a CPU machine",
 }
 _MOONCAKE_DISTRIBUTIONS = (
+    "mooncake-transfer-engine-cuda13",
     "mooncake-transfer-engine",
     "mooncake-transfer-engine-non-cuda",
     "mooncake-transfer-engine-npu",
@@ -91,10 +95,11 @@ def is_supported(version: str) -> bool:
     return True
 
 
-def touchpoints() -> Iterator[Finding]:
+def touchpoints(device_type: str) -> Iterator[Finding]:
     """Whether the installed vLLM looks as the seam expects; imports it."""
+    host = variant(device_type)
     try:
-        ledger.verify()
+        host.verify()
     except KvppError as error:
         yield Finding(
             topic="vLLM seam",
@@ -110,7 +115,7 @@ def touchpoints() -> Iterator[Finding]:
             way_out="mend the installation until `python -c 'import vllm'` works",
         )
     else:
-        said = f"all {len(ledger.LEDGER)} symbols look as expected"
+        said = f"all {len(host.touchpoints)} symbols look as expected"
         yield Finding(topic="vLLM seam", state="ok", said=said)
 
 
@@ -128,7 +133,8 @@ def mooncake(host: str, protocol: str, *, needed: bool) -> Iterator[Finding]:
             state=worst,
             said="not installed; connectors need it",
             way_out="pip install mooncake-transfer-engine-non-cuda on CPU machines, "
-            "mooncake-transfer-engine with CUDA, mooncake-transfer-engine-npu on Ascend",
+            "mooncake-transfer-engine-cuda13 with CUDA 13, mooncake-transfer-engine with CUDA 12, "
+            "mooncake-transfer-engine-npu on Ascend",
         )
         return
     missing = [lib for lib in SYSTEM_LIBRARIES if not _loads(lib)]

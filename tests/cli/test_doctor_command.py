@@ -7,7 +7,7 @@ import pytest
 from builders import manifest, rank_manifest
 from planning_tools import MLA, write_config
 
-from kvpp_connect.cli import probes
+from kvpp_connect.cli import gpu_probes, probes
 from kvpp_connect.connectors.mooncake_v2 import wire
 from kvpp_connect.connectors.mooncake_v2.control import ControlServer
 from kvpp_connect.connectors.mooncake_v2.secret import load_keys
@@ -38,7 +38,9 @@ def machine(monkeypatch):
         facts.asked = (path, arguments, additional, transfer)
         return facts.deployments
 
-    monkeypatch.setattr(probes, "touchpoints", lambda: iter(()))
+    monkeypatch.setattr(probes, "touchpoints", lambda *_: iter(()))
+    monkeypatch.setattr(gpu_probes, "is_cuda", lambda: False)
+    monkeypatch.setattr(gpu_probes, "rdma", lambda **_: iter(()))
     monkeypatch.setattr(probes, "mooncake", lambda *_, **__: iter(()))
     monkeypatch.setattr(checks, "deployment_problems", judge)
     monkeypatch.setattr(checks, "host_address", lambda: "127.0.0.1")
@@ -269,6 +271,27 @@ def test_rdma_needs_memory_that_may_be_locked(doctor, monkeypatch):
     unlimited = probes.resource.RLIM_INFINITY
     monkeypatch.setattr(probes.resource, "getrlimit", lambda _: (unlimited, unlimited))
     assert doctor("--kv-transfer-config", json.dumps(config)).code == 0
+
+
+def test_a_machine_for_cuda_is_asked_for_its_gpus_and_transfers_over_rdma(doctor, monkeypatch):
+    asked = []
+
+    def cuda(ranks, *, kvpp):
+        asked.append((ranks, kvpp))
+        return [probes.Finding(topic="GPUs", state="fail", said="none")]
+
+    def rdma(*, gpus):
+        return [probes.Finding(topic="RDMA", state="fail", said=f"none for GPUs: {gpus}")]
+
+    monkeypatch.setattr(gpu_probes, "is_cuda", lambda: True)
+    monkeypatch.setattr(gpu_probes, "cuda", cuda)
+    monkeypatch.setattr(gpu_probes, "rdma", rdma)
+    monkeypatch.setattr(probes.resource, "getrlimit", lambda _: (8 * 2**20, 8 * 2**20))
+    done = doctor("--tp", "4", "--additional-config", '{"enable_kvpp": true}')
+    assert [topic for topic, _, _ in findings(done)] == ["GPUs", "locked memory", "RDMA"]
+    assert ("RDMA", "none for GPUs: True", "") in findings(done)
+    doctor("--additional-config", '{"enable_kvpp": 1}')
+    assert asked == [(4, True), (1, False)]
 
 
 def test_people_get_lines_with_the_way_out(kvpp, machine, free_port):

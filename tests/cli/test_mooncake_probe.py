@@ -56,7 +56,8 @@ def test_missing_libraries_are_named_with_their_debian_packages(installed, monke
     ("library", "way_out"),
     [
         ("librdmacm.so.1", "install librdmacm1 (Debian names)"),
-        ("libcudart.so.12", "the CUDA runtime, or mooncake-transfer-engine-non-cuda"),
+        ("libcudart.so.12", "install mooncake-transfer-engine-cuda13 beside a torch for CUDA 13"),
+        ("libcudart.so.13", "the CUDA runtime, or mooncake-transfer-engine-non-cuda"),
         ("libstrange.so.3", "install the package that holds libstrange.so.3"),
     ],
 )

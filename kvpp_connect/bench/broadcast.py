@@ -6,7 +6,8 @@ number. *Latency*: the owner changes each time, and every rank needs the broadca
 the next one; time for each.
 
 The sources lie further apart than caches reach and the targets are two slots, as in the engine. A
-plain copy, on one rank while the others wait, takes the same bytes from the same places. All of
+plain copy, on one rank while the others wait, takes the same bytes from the same places. A device
+has done its work when the clock stops. All of
 them are measured in turn, again and again, so that other load on the machine hits all alike.
 """
 
@@ -22,6 +23,7 @@ from kvpp_connect.bench.rounds import Spread, TransportName, make_transports, sp
 from kvpp_connect.bench.traffic import StepBytes, measure_step_bytes
 from kvpp_connect.broadcast.collective import GroupBroadcast
 from kvpp_connect.errors import KvppError
+from kvpp_connect.platforms.local import LocalDevice, local_device
 
 DEFAULT_SIZES = tuple(4096 * 4**power for power in range(8))  # 4 KiB to 64 MiB
 SLOTS = 2
@@ -56,10 +58,14 @@ class BroadcastReport:
     """The whole result.
 
     Attributes:
+        device: what the ranks' memory is on; ``sharing`` ranks that have a device in common go
+            through gloo.
         load: processes that wanted a core when the benchmark began, the ranks excluded.
     """
 
     ranks: int
+    device: str
+    sharing: bool
     cores: int
     load: float
     rounds: int
@@ -73,7 +79,7 @@ class BroadcastReport:
 
 
 def measure_broadcast(
-    ranks: int, sizes: tuple[int, ...], rounds: int, limit_s: float
+    ranks: int, sizes: tuple[int, ...], rounds: int, limit_s: float, device: str = "cpu"
 ) -> BroadcastReport:
     """Start local processes and measure.
 
@@ -81,14 +87,19 @@ def measure_broadcast(
         sizes: bytes of the payloads.
         rounds: how often everything is measured.
         limit_s: seconds after which it is given up.
+        device: where the payloads are: cpu, cuda or npu.
 
     Raises:
         KvppError: a process failed, the time is up, or bytes arrived wrong.
     """
     load = os.getloadavg()[0]
-    speeds, steps = run_ranks(_measure_on_rank, ranks, limit_s, sizes, rounds)
+    speeds, steps, name, sharing = run_ranks(
+        _measure_on_rank, ranks, limit_s, sizes, rounds, device
+    )
     return BroadcastReport(
         ranks=ranks,
+        device=name,
+        sharing=sharing,
         cores=len(os.sched_getaffinity(0)),
         load=load,
         rounds=rounds,
@@ -98,12 +109,15 @@ def measure_broadcast(
 
 
 def _measure_on_rank(
-    sizes: tuple[int, ...], rounds: int
-) -> tuple[tuple[SizeSpeed, ...], tuple[StepBytes, ...]]:
-    transports = make_transports()
-    memory = _Memory(max(sizes))
+    sizes: tuple[int, ...], rounds: int, device: str
+) -> tuple[tuple[SizeSpeed, ...], tuple[StepBytes, ...], str, bool]:
+    place = local_device(device, dist.get_rank(), dist.get_world_size())
+    transports = make_transports(place.platform)
+    memory = _Memory(max(sizes), place)
     speeds = tuple(_measure_size(size, rounds, transports, memory) for size in sizes)
-    return speeds, measure_step_bytes(transports["shared_memory"])
+    best = transports.get("shared_memory", transports["collective"])
+    sharing = device != "cpu" and place.platform.collective_backend == "gloo"
+    return speeds, measure_step_bytes(best, place), place.name, sharing
 
 
 def _measure_size(
@@ -113,12 +127,15 @@ def _measure_size(
     copies: list[float] = []
     streams: dict[TransportName, list[float]] = {name: [] for name in transports}
     latencies: dict[TransportName, list[float]] = {name: [] for name in transports}
+    number, finish = payloads.number, memory.place.finish
     for _ in range(rounds + 1):  # the first one warms up
-        copies.append(timed(payloads.copy, payloads.number, alone=True))
+        copies.append(timed(payloads.copy, number, alone=True, finish=finish))
         for name, transport in transports.items():
-            streams[name].append(timed(lambda t=transport: payloads.stream(t), payloads.number))
+            taken = timed(lambda t=transport: payloads.stream(t), number, finish=finish)
+            streams[name].append(taken)
             payloads.check()
-            latencies[name].append(timed(lambda t=transport: payloads.relay(t), payloads.number))
+            taken = timed(lambda t=transport: payloads.relay(t), number, finish=finish)
+            latencies[name].append(taken)
     copy = spread(copies[1:])
     return SizeSpeed(
         size_bytes=size,
@@ -134,10 +151,12 @@ def _measure_size(
 class _Memory:
     """What is broadcast, and where to. Every rank knows what the owner's bytes look like."""
 
-    def __init__(self, largest: int) -> None:
-        self._sources = torch.zeros(max(_SOURCE_BYTES, largest), dtype=torch.uint8)
-        self._sources.copy_(torch.arange(len(self._sources)) * 40503 >> 8)
-        self._slots = torch.zeros(SLOTS * largest, dtype=torch.uint8)
+    def __init__(self, largest: int, place: LocalDevice) -> None:
+        self.place = place
+        source = torch.zeros(max(_SOURCE_BYTES, largest), dtype=torch.uint8)
+        source.copy_(torch.arange(len(source)) * 40503 >> 8)
+        self._sources = source.to(place.memory)
+        self._slots = torch.zeros(SLOTS * largest, dtype=torch.uint8, device=place.memory)
 
     def payloads(self, size: int) -> "_Payloads":
         """As many payloads of a size as one round has."""
@@ -165,6 +184,10 @@ class _Payloads:
 
     def copy(self) -> None:
         """The yardstick: the bytes of ``stream``, by this process alone."""
+        if self._sources[0].device.type != "cpu":
+            for source, slot in zip(self._sources, self._slots, strict=True):
+                slot.copy_(source)
+            return
         for slot, source, size in self._copies:
             ctypes.memmove(slot, source, size)
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from kvpp_connect.broadcast.collective import GroupBroadcast
 from kvpp_connect.broadcast.transports import create_transport
-from kvpp_connect.platforms.base import select_platform
+from kvpp_connect.platforms.base import Platform, select_platform
 
 TransportName = Literal["collective", "shared_memory"]
 _TIMEOUT_S = 60.0
@@ -31,26 +31,45 @@ def spread(times_s: list[float]) -> Spread:
     return Spread(median_s=statistics.median(times_s), least_s=min(times_s), most_s=max(times_s))
 
 
-def make_transports() -> dict[TransportName, GroupBroadcast]:
-    """One transport of each kind between all ranks. Collective."""
+def make_transports(platform: Platform | None = None) -> dict[TransportName, GroupBroadcast]:
+    """One transport of each kind between all ranks. Collective.
+
+    Args:
+        platform: of the ranks' memory; default: the CPU. Others have the collective only.
+    """
+    platform = platform or select_platform("cpu")
     names: tuple[TransportName, ...] = get_args(TransportName)
     ranks = tuple(range(dist.get_world_size()))
     return {
-        name: create_transport(name, select_platform("cpu"), (ranks,), _gather, _TIMEOUT_S)
+        name: create_transport(name, platform, (ranks,), _gather, _TIMEOUT_S)
         for name in names
+        if name == "collective" or platform.name == "cpu"
     }
 
 
-def timed(work: Callable[[], None], number: int = 1, *, alone: bool = False) -> float:
+def _nothing() -> None:
+    """Work on a CPU is done when the call returns."""
+
+
+def timed(
+    work: Callable[[], None],
+    number: int = 1,
+    *,
+    alone: bool = False,
+    finish: Callable[[], None] = _nothing,
+) -> float:
     """Seconds of one of ``number`` things, until the last rank has done them. Collective.
 
     Args:
         alone: rank 0 works and the others wait.
+        finish: waits for a device that works behind the host.
     """
+    finish()
     dist.barrier()
     begin = time.perf_counter()
     if not alone or dist.get_rank() == 0:
         work()
+        finish()
     taken = torch.tensor([(time.perf_counter() - begin) / number])
     dist.all_reduce(taken, op=dist.ReduceOp.MAX)
     return taken.item()

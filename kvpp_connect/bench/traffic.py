@@ -27,6 +27,7 @@ from kvpp_connect.layout import (
 )
 from kvpp_connect.planning.broadcasts import step_traffic
 from kvpp_connect.platforms.cpu import CpuDevice
+from kvpp_connect.platforms.local import LocalDevice
 
 Mode = Literal["full", "compact"]
 LAYERS = 6
@@ -60,10 +61,18 @@ class StepBytes:
         return tuple(found)
 
 
-def measure_step_bytes(transport: GroupBroadcast) -> tuple[StepBytes, ...]:
-    """Run one forward for each mode and number of requests. Collective."""
+def measure_step_bytes(
+    transport: GroupBroadcast, place: LocalDevice | None = None
+) -> tuple[StepBytes, ...]:
+    """Run one forward for each mode and number of requests. Collective.
+
+    Args:
+        place: of this rank's caches; default: the CPU.
+    """
     return tuple(
-        _step(mode, requests, transport) for mode in ("full", "compact") for requests in REQUESTS
+        _step(mode, requests, transport, place)
+        for mode in ("full", "compact")
+        for requests in REQUESTS
     )
 
 
@@ -86,14 +95,22 @@ class StepEngine:
 
 
 def make_engine(
-    mode: Mode, table: torch.Tensor, blocks: int, layers: int, transport: GroupBroadcast
+    mode: Mode,
+    table: torch.Tensor,
+    blocks: int,
+    layers: int,
+    transport: GroupBroadcast,
+    place: LocalDevice | None = None,
 ) -> StepEngine:
     """Build this rank's layout, memory and engine.
 
     Args:
         table: ids of the batch's blocks, shape ``(requests, blocks of each)``.
         blocks: of each layer.
+        place: of this rank's caches; default: the CPU.
     """
+    where = place.memory if place else torch.device("cpu")
+    device = place.platform.create_device() if place else CpuDevice()
     ranks, rank = dist.get_world_size(), dist.get_rank()
     targets = {
         index: [CacheComponent(layer_name=f"layers.{index}", page_bytes=BLOCK_BYTES)]
@@ -102,19 +119,23 @@ def make_engine(
     scratch = FullScratch() if mode == "full" else RunningScratch(least=blocks, most=blocks)
     layout = plan_group(stage_layers(targets=targets, drafts=[]), ranks, 64, scratch)
     placement = place_rank(layout, rank, blocks)
-    memory = torch.zeros(placement.total_bytes, dtype=torch.uint8)
+    memory = torch.zeros(placement.total_bytes, dtype=torch.uint8, device=where)
     if mode == "full":
         payload = FullPayload(placement, memory)
     else:
         payload = CompactPayload(placement, memory)
-        payload.use(ActiveBlocks(table, torch.full((len(table),), table.shape[1]), blocks))
-    return StepEngine(PrefetchEngine(placement, payload, transport, CpuDevice()), layout)
+        payload.use(ActiveBlocks(table, torch.full((len(table),), table.shape[1]), blocks, where))
+    return StepEngine(PrefetchEngine(placement, payload, transport, device), layout)
 
 
-def _step(mode: Mode, requests: int, transport: GroupBroadcast) -> StepBytes:
+def _step(
+    mode: Mode, requests: int, transport: GroupBroadcast, place: LocalDevice | None
+) -> StepBytes:
     table = _block_table(requests)
-    made = make_engine(mode, table, BLOCKS, LAYERS, transport)
+    made = make_engine(mode, table, BLOCKS, LAYERS, transport, place)
     made.run()
+    if place:
+        place.finish()
     counters = made.engine.counters
     active = len(set(table.flatten().tolist()))
     planned = step_traffic(mode, (made.layout,), all_blocks=BLOCKS, active_blocks=active)

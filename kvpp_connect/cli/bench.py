@@ -30,6 +30,7 @@ def broadcast(
         str, typer.Option(help="Payloads, such as 64KiB,1MiB. Default: 4 KiB to 64 MiB.")
     ] = "",
     rounds: Annotated[int, typer.Option(min=1, help="How often all of it is measured.")] = 7,
+    device: Annotated[str, typer.Option(help="Of the payloads: cpu, cuda or npu.")] = "cpu",
     plot: Annotated[
         Path | None, typer.Option(help="Draw it into this file (.png, .svg, .pdf).")
     ] = None,
@@ -38,22 +39,27 @@ def broadcast(
 ) -> None:
     """Compare the transports between local processes with a plain copy.
 
-    Needs torch, no GPU and no server. Exit code 1 if a step moves other
-    bytes than planned.
+    Needs torch, no server, and a GPU or NPU with --device only. Exit code 1
+    if a step moves other bytes than planned.
 
     \b
     Example: two ranks, payloads of 4 KiB to 64 MiB
       $ kvpp bench broadcast
     Example: four ranks, two sizes, a picture
       $ kvpp bench broadcast --ranks 4 --sizes 64KiB,16MiB --plot out.png
+    Example: eight ranks on eight GPUs over NCCL; on fewer GPUs over gloo
+      $ kvpp bench broadcast --device cuda --ranks 8
     """
     from kvpp_connect.bench.broadcast import DEFAULT_SIZES, measure_broadcast
     from kvpp_connect.bench.plots import check_plots, plot_broadcast
+    from kvpp_connect.platforms.base import PLATFORMS
 
     payloads = _sizes(sizes) if sizes else DEFAULT_SIZES
     if plot is not None:
         check_plots(plot)
-    report = measure_broadcast(ranks, payloads, rounds, timeout)
+    if device not in PLATFORMS:
+        raise ConfigError(f"--device is {device!r}; expected one of: {', '.join(PLATFORMS)}")
+    report = measure_broadcast(ranks, payloads, rounds, timeout, device)
     if plot is not None:
         plot_broadcast(report, plot)
     if as_json:
@@ -315,7 +321,7 @@ def _print(report: "BroadcastReport") -> None:
 
     console = make_console()
     console.print(
-        f"{report.ranks} ranks on {report.cores} cores, load {report.load:.1f} before; medians of "
+        f"{report.ranks} ranks on {_where(report)}, load {report.load:.1f} before; medians of "
         f"{report.rounds} rounds, and in brackets the least and the most"
     )
     table = make_table("payload", "way", "stream", "x copy", "stream, us", "latency, us", left=2)
@@ -340,6 +346,12 @@ def _print(report: "BroadcastReport") -> None:
     console.print(steps)
     for failure in report.failures:
         console.print(f"[bold red]{failure}[/bold red]")
+
+
+def _where(report: "BroadcastReport") -> str:
+    if report.device == "cpu":
+        return f"{report.cores} cores"
+    return report.device + (" (shared, so over gloo)" if report.sharing else "")
 
 
 def _rate(bytes_per_s: float) -> str:

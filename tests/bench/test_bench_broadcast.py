@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+import torch
 
 from kvpp_connect.bench import broadcast as bench
 from kvpp_connect.bench import plots
@@ -17,6 +18,7 @@ from kvpp_connect.bench.broadcast import (
 from kvpp_connect.bench.rounds import Spread
 from kvpp_connect.bench.traffic import BLOCK_BYTES, BLOCKS, LAYERS, REQUESTS, StepBytes
 from kvpp_connect.cli import main as cli
+from kvpp_connect.errors import KvppError
 
 
 def spread(median_s):
@@ -43,6 +45,8 @@ STEP = StepBytes(
 )
 REPORT = BroadcastReport(
     ranks=2,
+    device="cpu",
+    sharing=False,
     cores=2,
     load=0.25,
     rounds=7,
@@ -80,12 +84,30 @@ def kvpp(monkeypatch, capsys):
 def test_the_defaults_are_two_ranks_and_4_kib_to_64_mib(kvpp):
     code, _, _, calls = kvpp()
     assert code == 0
-    assert calls == [(2, tuple(4096 * 4**power for power in range(8)), 7, 300.0)]
+    assert calls == [(2, tuple(4096 * 4**power for power in range(8)), 7, 300.0, "cpu")]
 
 
 def test_every_option_arrives(kvpp):
-    _, _, _, calls = kvpp("--ranks", "4", "--sizes", "64KiB,1MB", "--rounds", "3", "--timeout", "9")
-    assert calls == [(4, (65536, 1_000_000), 3, 9.0)]
+    sizes = ("--sizes", "64KiB,1MB", "--rounds", "3", "--timeout", "9")
+    _, _, _, calls = kvpp("--ranks", "4", *sizes, "--device", "cuda")
+    assert calls == [(4, (65536, 1_000_000), 3, 9.0, "cuda")]
+
+
+def test_the_device_is_named_and_one_that_is_not_known_is_refused(kvpp):
+    _, out, _, _ = kvpp(report=replace(REPORT, device="NVIDIA H200"))
+    assert out.startswith("2 ranks on NVIDIA H200, load")
+    _, out, _, _ = kvpp(report=replace(REPORT, device="NVIDIA H200", sharing=True))
+    assert out.startswith("2 ranks on NVIDIA H200 (shared, so over gloo), load")
+    code, _, err, _ = kvpp("--device", "tpu")
+    assert code == 1
+    assert "--device is 'tpu'; expected one of: cpu, cuda, npu" in err
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_machine_without_the_device_says_so():
+    with pytest.raises(KvppError, match=r"rank . of the benchmark failed: torch .* no cuda device"):
+        measure_broadcast(2, (4096,), 1, 60, "cuda")
 
 
 def test_json_holds_the_whole_report(kvpp):

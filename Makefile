@@ -1,7 +1,7 @@
 MAKEFLAGS += --no-print-directory
 PYTEST := .venv/bin/python -m pytest
 
-.PHONY: help setup lint type test test-unit test-ascend contract soak demo docs clean
+.PHONY: help setup lint type test test-unit test-gpu test-ascend contract soak demo docs clean
 .DEFAULT_GOAL := help
 
 help: ## print this list
@@ -21,15 +21,19 @@ type: setup ## check types only
 	.venv/bin/pyright
 
 test: setup test-unit ## run all tests: unit, then distributed, then real vLLM servers
-	$(PYTEST) -m "distributed and not e2e"
-	$(PYTEST) -m e2e --timeout=900
+	$(PYTEST) -m "distributed and not e2e and not gpu"
+	$(PYTEST) -m "e2e and not gpu" --timeout=900
 
 test-unit: setup ## run the tests that start no other process
-	$(PYTEST) -m "not distributed and not e2e"
+	$(PYTEST) -m "not distributed and not e2e and not gpu"
 
 test-ascend: ## run the contract tests with vllm-ascend, on CPU tensors, in .venv-ascend
 	@bash scripts/setup_ascend.sh
 	PYTHONPATH=tests/ascend/stub .venv-ascend/bin/python -m pytest tests/ascend --timeout=600
+
+# Without setup: it runs in an environment with vLLM or torch for CUDA, which .venv is not.
+test-gpu: ## run the tests that need CUDA devices, with PYTHON (python3); on one GPU or on several
+	$${PYTHON:-python3} -m pytest tests/gpu -m gpu --timeout=900
 
 contract: ## read the newest vLLM (or VLLM=0.33.0) and the locked vllm-ascend: do the ledgers fit
 	@$${PYTHON:-python3.11} scripts/contract.py --vllm "$(VLLM)"

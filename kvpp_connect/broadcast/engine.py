@@ -7,7 +7,9 @@ One forward is ``arm``, then ``acquire`` and ``release`` for each target layer i
     IDLE --arm--> DUE(0) --acquire--> HELD(0) --release--> DUE(1) ... DUE(n) --finish--> IDLE
 
 The bytes that an owner sends may still be on their way into its cache, see :class:`BundleGate`:
-then its bundle starts when its layer asks for it, on that rank only.
+then its bundle starts when its layer asks for it, on that rank only. Where streams order the
+transport this would give the device its collectives, the model's among them, in another order than
+the other ranks', which may stop all of them: there no bundle of such a forward starts ahead.
 
 Every other call is an error. After an error, or ``abandon``, the engine is DEAD: its peers are out
 of step, and no later forward may run.
@@ -27,7 +29,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NoReturn, Protocol
 
-from kvpp_connect.broadcast.collective import GroupBroadcast, PendingBroadcast
+from kvpp_connect.broadcast.collective import GroupBroadcast, PendingBroadcast, StreamOrdered
 from kvpp_connect.broadcast.payload import BundlePayload
 from kvpp_connect.errors import KvppError
 from kvpp_connect.layout import RankPlacement
@@ -85,7 +87,7 @@ class PrefetchEngine:
             payload: the bytes to move for each bundle.
             transport: broadcast inside the KVPP group.
             device: where the bytes lie.
-            gate: of somebody who writes owned caches while forwards run.
+            gate: of somebody who writes owned caches while forwards run; on all ranks or on none.
         """
         self._rank = placement.rank
         self._bundles = placement.bundles
@@ -94,6 +96,8 @@ class PrefetchEngine:
         self._transport = transport
         self._device = device
         self._gate = gate
+        self._one_order = gate is not None and isinstance(transport, StreamOrdered)
+        self._ahead = True
         self._ready = device.event()
         # One is enough: it is waited for before the next bundle starts and records it again.
         self._arrived = device.event()
@@ -120,7 +124,8 @@ class PrefetchEngine:
         """Begin a forward with history.
 
         Args:
-            start: whether to start the first bundle; else its layer does. The same on all ranks.
+            start: whether to start the first bundle; else its layer does, since owners are still
+                given what the forward reads. The same on all ranks.
 
         Raises:
             BroadcastError: the last forward was not finished, the engine is dead, or the first
@@ -133,6 +138,7 @@ class PrefetchEngine:
         with self._device.transfers():
             self._ready.wait()
         self._state, self._ordinal = _State.DUE, 0
+        self._ahead = start or not self._one_order
         if start:
             self._start(0)
 
@@ -158,7 +164,8 @@ class PrefetchEngine:
             self._fail(f"layer {self._names[ordinal]}: {error}")
         self._arrived.wait()
         self._state = _State.HELD
-        self._start(ordinal + 1)
+        if self._ahead:
+            self._start(ordinal + 1)
 
     def release(self, ordinal: int) -> None:
         """Take the cache back from the layer, all of whose work has been given to the stream.

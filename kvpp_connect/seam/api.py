@@ -1,7 +1,6 @@
 """vLLM's connector API, imported in one place for the connectors."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_events import KVCacheEvent
@@ -24,23 +23,14 @@ from vllm.v1.request import RequestStatus
 
 from kvpp_connect._log import get_logger
 from kvpp_connect.platforms.base import PLATFORMS, select_platform
+from kvpp_connect.seam.older_vllm import (
+    TELLS_SYNC_LOADS,
+    BlockTables,
+    KVConnectorTransferResults,
+    has_sync_loads,
+)
 from kvpp_connect.seam.pool_guard import GuardedBlockPool
 from kvpp_connect.seam.retries import allow_second_loads
-
-
-@dataclass
-class _TransferResults:
-    """Request ids; the failed ones are among the received ones as well."""
-
-    finished_sending: set[str] = field(default_factory=set[str])
-    finished_recving: set[str] = field(default_factory=set[str])
-    failed_recving: set[str] = field(default_factory=set[str])
-
-
-try:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
-except ImportError:  # up to 0.26, which asks get_finished and get_block_ids_with_load_errors
-    KVConnectorTransferResults = _TransferResults  # type: ignore[misc, assignment]
 
 if TYPE_CHECKING:
     # Types for the connectors, re-exported.
@@ -62,6 +52,8 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 __all__ = [
+    "TELLS_SYNC_LOADS",
+    "BlockTables",
     "KVCacheEvent",
     "KVConnectorBase_V1",
     "KVConnectorFactory",
@@ -79,6 +71,7 @@ __all__ = [
     "create_metric_per_engine",
     "expect_loads",
     "get_ip",
+    "has_sync_loads",
     "make_device",
     "register_connector",
     "transfer_protocol",

@@ -15,9 +15,6 @@ _COMMON = {
     "vllm.v1.core.kv_cache_utils:get_kv_cache_config_from_groups",
     "vllm.v1.kv_cache_interface:MLAAttentionSpec",
     "vllm.model_executor.models.utils:extract_layer_index",
-    "vllm.v1.core.sched.output:SchedulerOutput",
-    "vllm.v1.core.sched.output:NewRequestData",
-    "vllm.v1.core.sched.output:CachedRequestData",
     "vllm.distributed.parallel_state:get_tp_group",
     "vllm.distributed.parallel_state:get_pcp_group",
     "vllm.distributed.parallel_state:get_pp_group",
@@ -28,6 +25,27 @@ _COMMON = {
 
 ASCEND_CONFIG_LEDGER: tuple[Touchpoint, ...] = (
     *(entry for entry in LEDGER if entry.target in _COMMON),
+    Touchpoint(
+        target="vllm.v1.core.sched.output:SchedulerOutput",
+        fields=(
+            "scheduled_new_reqs",
+            "scheduled_cached_reqs",
+            "total_num_scheduled_tokens",
+            "finished_req_ids",
+            "kv_connector_metadata",
+        ),
+        why="tells whether a forward has history; connectors: the requests of a step",
+    ),
+    Touchpoint(
+        target="vllm.v1.core.sched.output:NewRequestData",
+        fields=("req_id", "block_ids", "num_computed_tokens"),
+        why="tells whether a new request has history; connectors: its blocks",
+    ),
+    Touchpoint(
+        target="vllm.v1.core.sched.output:CachedRequestData",
+        fields=("req_ids", "resumed_req_ids", "new_block_ids", "num_computed_tokens"),
+        why="tells whether a running request has history; connectors: its further blocks",
+    ),
     Touchpoint(
         target="vllm.v1.kv_cache_interface:KVCacheTensor",
         fields=("size", "shared_by"),

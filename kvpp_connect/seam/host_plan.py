@@ -30,6 +30,7 @@ from kvpp_connect.seam.ascend_ledger import HOST_LEDGER
 from kvpp_connect.seam.groups import GroupInfo, group_info
 from kvpp_connect.seam.ledger import check_touchpoint, look_up
 from kvpp_connect.seam.runtime import active_placement, check_same_plan
+from kvpp_connect.seam.variants import variant
 
 if TYPE_CHECKING:
     import torch
@@ -79,6 +80,12 @@ def placement_for(
     placement = placement_of_plan(plan, group, cache_config.num_blocks, caches)
     check_same_plan(placement.layout, group)
     return placement
+
+
+def host_serves(vllm_config: "VllmConfig") -> bool:
+    """Whether KVPP is on and its layers are served by the host's runtime instead of ours."""
+    device_type = vllm_config.device_config.device_type
+    return _is_on(vllm_config) and variant(device_type).serves_kvpp()
 
 
 def _ask_for_plan(vllm_config: "VllmConfig", cache_config: "KVCacheConfig", rank: int) -> HostPlan:

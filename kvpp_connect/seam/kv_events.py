@@ -4,12 +4,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
-from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
-from vllm.v1.core.kv_cache_utils import (
-    generate_block_hash_extra_keys,
-    maybe_convert_block_hash,
-    to_event_extra_keys,
-)
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
+from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, maybe_convert_block_hash
+
+from kvpp_connect.seam.older_vllm import MEDIUM_STORAGE, to_event_extra_keys
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -29,6 +29,7 @@ from kvpp_connect.platforms.base import Platform
 from kvpp_connect.seam.compact import CompactForward
 from kvpp_connect.seam.groups import GroupInfo, gather_in_group, world_groups
 from kvpp_connect.seam.hooks import LayerHooks
+from kvpp_connect.seam.older_vllm import has_sync_loads
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -217,7 +218,7 @@ class KvppRuntime:
             # they are not, such as NaN.
             history = True
         # What connectors load for this forward is not there yet: vLLM asks for it further down.
-        loads = scheduler_output.has_sync_kv_loads
+        loads = has_sync_loads(scheduler_output)
         if self._compact is not None:
             # Armed by CompactForward, as soon as the runner knows the batch's blocks.
             self._compact.open(history=history, start=not loads)

@@ -5,152 +5,134 @@ operations, and compares every byte with what a model without KVPP would have th
 without history writes blocks and reads those only.
 """
 
-from dataclasses import dataclass
-from functools import cache
+from contextlib import suppress
 from random import Random
 
 import torch
-from builders import bundle_stage
-from simulated_device import (
-    HostBlocking,
-    Machine,
-    SimulatedDevice,
-    SimulatedTransport,
-    Wire,
-)
+from simulated_device import SimulatedDevice
+from simulated_machine import DeadlockError, Machine
+from simulated_pool import SimulatedPool
+from simulated_programs import BLOCKS, LOADED, bytes_of, check
+from simulated_shadow import cells
+from simulated_wire import HostBlocking, Manners, SimulatedTransport, Wire
 
 from kvpp_connect.broadcast.active import ActiveBlocks
 from kvpp_connect.broadcast.collective import StreamOrdered
-from kvpp_connect.broadcast.engine import PrefetchEngine
+from kvpp_connect.broadcast.engine import BroadcastError, PrefetchEngine
 from kvpp_connect.broadcast.payload import CompactPayload, FullPayload
-from kvpp_connect.layout import GroupLayout, RunningScratch, place_rank, plan_group
+from kvpp_connect.layout import place_rank
 
-BLOCKS, SCRATCH_BLOCKS = 5, 3
 POISON = 255
 
 
-class WrongBytesError(AssertionError):
-    """A layer read something else than what it should have."""
-
-
-@cache
-def content(name, block, version):
-    """Bytes of one block, unlike those of any other layer, block or version."""
-    layer, page_bytes = name
-    if version == 0:
-        return torch.zeros(page_bytes, dtype=torch.uint8)
-    made = Random(f"{layer} {block} {version}").randbytes(page_bytes)
-    return torch.tensor(list(made), dtype=torch.uint8)
-
-
-@dataclass
-class Forward:
-    """What one forward does; ``before`` and ``after`` hold each layer's blocks' versions."""
-
-    history: bool
-    active: list[int]
-    written: list[list[int]]
-    before: list[list[int]]
-    after: list[list[int]]
-
-
-@dataclass
-class Scenario:
-    layout: GroupLayout
-    forwards: list[Forward]
-
-    @property
-    def compact(self):
-        return self.layout.scratch.blocks(BLOCKS) < BLOCKS
-
-
-def random_scenario(seed, mode, *, num_forwards=5):
-    random = Random(f"scenario {seed}")
-    layers = random.randint(1, 7)
-    bundles = [[random.choice((4, 8)), *[4] * random.randint(0, 1)] for _ in range(layers)]
-    scratch = RunningScratch(least=SCRATCH_BLOCKS, most=SCRATCH_BLOCKS)
-    layout = plan_group(
-        bundle_stage(bundles),
-        random.randint(2, 4),
-        random.choice((1, 16)),
-        scratch if mode == "compact" else None,
-    )
-    versions = [[0] * BLOCKS for _ in bundles]
-    forwards = []
-    for number in range(num_forwards):
-        history = number > 0 and random.random() < 0.8
-        most = SCRATCH_BLOCKS if mode == "compact" else BLOCKS
-        active = sorted(random.sample(range(BLOCKS), random.randint(1, most)))
-        before = [list(layer) for layer in versions]
-        written = [
-            sorted(random.sample(active, random.randint(1, len(active))) if history else active)
-            for _ in bundles
-        ]
-        for layer, blocks in zip(versions, written, strict=True):
-            for block in blocks:
-                layer[block] = number + 1
-        if mode == "full" and history:
-            active = list(range(BLOCKS))
-        after = [list(layer) for layer in versions]
-        forwards.append(Forward(history, active, written, before, after))
-    return Scenario(layout, forwards)
-
-
 class SimulatedRank:
-    """One rank: its memory, engine and model. ``host`` gives what its host does, call by call."""
+    """One rank: its memory, engine and model. ``dies_at``: the engine's call that fails."""
 
-    def __init__(self, scenario, rank, machine, wire, *, host_blocking, without):
-        self._scenario = scenario
-        self._rank = rank
-        self.placement = place_rank(scenario.layout, rank, BLOCKS)
+    def __init__(self, group, rank, *, host_blocking, dies_at=None):
+        self.group, self.rank = group, rank
+        self.program = program = group.program
+        machine = group.machine
+        self.placement = place_rank(program.layout, rank, BLOCKS)
         self.memory = torch.full((self.placement.total_bytes,), POISON, dtype=torch.uint8)
         for place in self.placement.components:
             if place.persistent:
                 self.memory[place.offset : place.offset + place.size] = 0
-        kind = CompactPayload if scenario.compact else FullPayload
-        self._payload = kind(self.placement, self.memory)
-        self.device = SimulatedDevice(machine, rank, without)
-        transport = SimulatedTransport(wire, self.device, rank)
-        ordered = HostBlocking(transport) if host_blocking else StreamOrdered(transport)
-        self.engine = PrefetchEngine(self.placement, self._payload, ordered, self.device)
+        self._payload = (CompactPayload if program.compact else FullPayload)(
+            self.placement, self.memory
+        )
+        self.name = f"rank {rank}"
+        self.device = SimulatedDevice(machine, self.name, machine.stream(f"{self.name} compute"))
+        self.device.role_of = self._role_of
+        self._transport = SimulatedTransport(group.wire, self.device, rank)
+        ordered = HostBlocking if host_blocking else StreamOrdered
+        self.pool = SimulatedPool(self) if program.loads or program.puts else None
+        self.engine = PrefetchEngine(
+            self.placement,
+            self._payload,
+            ordered(self._transport),
+            self.device,
+            self.pool.gate if self.pool else None,
+        )
+        self._calls_left = dies_at
+        self.finished = {}  # by forward: its last operation
+        self._rows = {}  # parts of memory that were looked at
         self._ids = []  # all of them, so that no two lie at one address
+        machine.host(f"{self.name} model", self._run(), in_step=host_blocking)
 
-    def host(self, forward):
-        """Calls of one forward, the same number on every rank."""
-        layers = range(len(self._scenario.layout.owners))
-        if not forward.history:
-            return [lambda: (self._use(forward), *(self._compute(forward, i) for i in layers))]
-        calls = [lambda: (self._use(forward), self._call("arm"))]
-        calls += [lambda i=i: self._layer(forward, i) for i in layers]
-        return [*calls, lambda: self._call("finish")]
+    def _run(self):
+        for forward in self.program.forwards:
+            if self.pool:
+                yield from self.pool.await_blocks(forward)
+            yield
+            for ready in self._run_forward(forward):
+                yield ready
+                if self._calls_left is not None and self._calls_left <= 0:
+                    self._die()
+                    return
+            self.finished[forward.number] = self.device.compute.mark()
+            if self.pool:
+                self.pool.begin_puts(forward)
+            yield
 
-    def _layer(self, forward, ordinal):
-        self._call("acquire", ordinal)
-        self._compute(forward, ordinal)
-        self._call("release", ordinal)
+    def _run_forward(self, forward):
+        """The model's part and the engine's, call by call, as the worker makes them."""
+        layers = range(len(self.program.layout.owners))
+        self._use(forward)
+        if forward.history:
+            self._call("arm", start=self.program.load_in(forward) is None)
+            yield
+        if self.pool:
+            yield from self.pool.begin_step(forward)
+        for ordinal in layers:
+            if forward.history:
+                self._call("acquire", ordinal)
+                yield
+            self._compute(forward, ordinal)
+            if forward.history:
+                self._call("release", ordinal)
+            self._transport.all_reduce()
+            yield
+        if forward.history:
+            self._call("finish")
+        self._compute(forward, len(layers))
 
-    def _call(self, method, *arguments):
-        owners, device = self._scenario.layout.owners, self.device
-        following = arguments[0] + 1 if arguments else 0
-        device.calling = method
-        device.roles = {
-            "compute": self._role(owners[arguments[0]]) if arguments else None,
-            "transfer": self._role(owners[following]) if following < len(owners) else None,
-        }
-        getattr(self.engine, method)(*arguments)
+    def _call(self, method, *arguments, **keywords):
+        self.group.machine.running.doing = method
+        self._acquires = arguments[0] if method == "acquire" else None
+        getattr(self.engine, method)(*arguments, **keywords)
+        if self._calls_left is not None:
+            self._calls_left -= 1
 
-    def _role(self, owner):
-        return "owner" if owner == self._rank else "receiver"
+    def _role_of(self, kind):
+        """What this rank is in the bundle that arrives, or in the one that is started next."""
+        owners = self.program.layout.owners
+        ordinal = self._acquires if kind == "arrived" else self._transport.started % len(owners)
+        return "owner" if owners[ordinal] == self.rank else "receiver"
+
+    def _die(self):
+        self.engine.abandon("the forward failed")
+        for call in (self.engine.arm, lambda: self.engine.acquire(0), self.engine.finish):
+            try:
+                call()
+            except BroadcastError:
+                continue
+            raise AssertionError("a dead engine goes on")
 
     def _use(self, forward):
-        """The index tensor is written by the device too, where the allocator put it."""
-        if not self._scenario.compact:
+        """Say which blocks count; their index tensor is the device's work, like all others."""
+        if not self.program.compact:
+            if self.pool:
+                owned = [i for i, o in enumerate(self.program.layout.owners) if o == self.rank]
+                caches = [
+                    rows for i in owned for _, rows in self.caches(forward, i, forward.active)
+                ]
+                self._transport.relevant = {cell for rows in caches for cell in cells(rows)}
             return
         active = forward.active
         blocks = ActiveBlocks(torch.tensor([active]), torch.tensor([len(active)]), BLOCKS)
         ids, right = blocks.ids, blocks.ids.clone()
         ids.zero_()
-        if self._ids:
+        if self._ids:  # where the allocator puts the next ones
             old = self._ids[-1]
             self.device.queue("reuses memory", lambda: old.fill_(BLOCKS - 1), writes=[old])
         self.device.queue("writes indices", lambda: ids.copy_(right), writes=[ids])
@@ -161,77 +143,93 @@ class SimulatedRank:
         readable = forward.active if forward.history else forward.written[ordinal]
         if forward.history:
             self._read(forward, ordinal, readable, forward.before[ordinal])
-        rows = self._rows(forward, ordinal, forward.written[ordinal])
-        for name, block, row in rows:
-            made = content(name, block, forward.after[ordinal][block])
-            self.device.queue(f"writes {name[0]}", lambda r=row, m=made: r.copy_(m), writes=[row])
+        for component, rows in self.caches(forward, ordinal, forward.written[ordinal]):
+            versions = forward.after[ordinal]
+            made = [bytes_of(component, b, versions[b]) for b in forward.written[ordinal]]
+            self.device.queue(
+                f"writes {component.layer_name}",
+                lambda r=rows, m=made: [row.copy_(new) for row, new in zip(r, m, strict=True)],
+                writes=rows,
+            )
         self._read(forward, ordinal, readable, forward.after[ordinal])
 
     def _read(self, forward, ordinal, blocks, versions):
-        for name, block, row in self._rows(forward, ordinal, blocks):
-            right = content(name, block, versions[block])
-            what = f"rank {self._rank} reads {name[0]}, block {block}"
+        for component, rows in self.caches(forward, ordinal, blocks):
+            right = [bytes_of(component, block, versions[block]) for block in blocks]
+            what = f"reads {component.layer_name}, blocks {blocks}"
+            self.device.queue(what, lambda w=what, r=rows, b=right: check(w, r, b), reads=rows)
 
-            def check(row=row, right=right, what=what):
-                if not torch.equal(row, right):
-                    raise WrongBytesError(f"{what}: {row.tolist()}, expected {right.tolist()}")
+    def caches(self, forward, ordinal, blocks):
+        """Where a forward finds a layer's blocks on this rank: components, and bytes by block."""
+        for component in self.program.components(ordinal):
+            place, size = self.placement.by_layer_name[component.layer_name], component.page_bytes
+            first, numbers = place.offset, blocks
+            if self.program.compact and not place.persistent:
+                used = forward.active
+                first += place.first_block(len(used)) * size
+                numbers = [used.index(block) for block in blocks]
+            yield component, [self._row(first + n * size, size) for n in numbers]
 
-            self.device.queue(what, check, reads=[row])
+    def _row(self, begin, size):
+        if (begin, size) not in self._rows:
+            self._rows[begin, size] = self.memory[begin : begin + size]
+        return self._rows[begin, size]
 
-    def _rows(self, forward, ordinal, blocks):
-        for component in self._scenario.layout.stage.targets[ordinal].components:
-            place = self.placement.by_layer_name[component.layer_name]
-            page = component.page_bytes
-            for block in blocks:
-                row = block
-                if self._scenario.compact and not place.persistent:
-                    used = forward.active
-                    row = place.first_block(len(used)) + used.index(block)
-                start = place.offset + row * page
-                yield (component.layer_name, page), block, self.memory[start : start + page]
-
-    def check_persistent(self):
-        """Everything that this rank owns is what the model has written."""
-        last = self._scenario.forwards[-1]
-        for ordinal, owner in enumerate(self._scenario.layout.owners):
-            if owner != self._rank:
-                continue
-            for name, block, row in self._rows(last, ordinal, range(BLOCKS)):
-                if not torch.equal(row, content(name, block, last.after[ordinal][block])):
-                    raise WrongBytesError(f"rank {self._rank} has lost {name[0]}, block {block}")
+    def kept(self):
+        """All caches that this rank really holds: layer, component, bytes by block."""
+        last, owners = self.program.forwards[-1], self.program.layout.owners
+        for ordinal in range(len(owners) + 1):
+            if ordinal == len(owners) or owners[ordinal] == self.rank:
+                for component, rows in self.caches(last, ordinal, range(BLOCKS)):
+                    yield ordinal, component, rows
 
 
-def run(scenario, seed, *, host_blocking=False, without=None, find_races=True):
-    """Run a scenario in the schedule that ``seed`` chooses; give the ranks back.
+class Group:
+    """All ranks of a program on one machine."""
 
-    Where the host never waits it may queue everything before a device begins.
-    """
-    machine = Machine(seed, find_races=find_races)
-    wire = Wire(machine)
-    ranks = [
-        SimulatedRank(scenario, rank, machine, wire, host_blocking=host_blocking, without=without)
-        for rank in range(scenario.layout.group_size)
-    ]
-    hosts = [[call for f in scenario.forwards for call in rank.host(f)] for rank in ranks]
-    random = Random(f"hosts {seed}")
-    ahead = not host_blocking and random.random() < 0.5
-    for call in _interleaved(hosts, random, in_step=host_blocking):
-        call()
-        if not ahead:
-            machine.some_steps()
-    assert not (ahead and machine.steps), "a host has waited for a device"
-    machine.run_all()
-    for rank in ranks:
-        rank.check_persistent()
-    return ranks
+    def __init__(
+        self, program, seed, *, manners=None, host_blocking=False, dying_rank=None, **machine
+    ):
+        """``manners``: default is some that end well, which ones the seed says."""
+        random = Random(f"group {seed}")
+        self.program = program
+        self.machine = Machine(seed, **machine)
+        size = program.layout.group_size
+        some = [Manners(), Manners(meets=True)]
+        if not host_blocking:
+            some.append(Manners(meets=True, in_order=True))
+        self.wire = Wire(self.machine, size, manners or random.choice(some))
+        self.ranks = []
+        for rank in range(size):
+            dies_at = random.randint(1, 20) if rank == dying_rank else None
+            self.ranks.append(
+                SimulatedRank(self, rank, host_blocking=host_blocking, dies_at=dies_at)
+            )
+
+    def run(self):
+        """Run to the end; everything that was read and what is left has to be right."""
+        self.machine.run()
+        last = self.program.forwards[-1].after
+        for rank in self.ranks:
+            for ordinal, component, rows in rank.kept():
+                right = [bytes_of(component, b, last[ordinal][b]) for b in range(BLOCKS)]
+                check(f"{rank.name} keeps {component.layer_name}", rows, right)
+        return self
+
+    def run_to_its_death(self):
+        """Run until nobody goes on; what is kept may be old, but never anything else."""
+        with suppress(DeadlockError):
+            self.machine.run()
+        versions = [*range(len(self.program.forwards) + 1)]
+        versions += [LOADED + load.number for load in self.program.loads]
+        for rank in self.ranks:
+            for _, component, rows in rank.kept():
+                for block, row in enumerate(rows):
+                    known = [bytes_of(component, block, version) for version in versions]
+                    assert any(torch.equal(row, right) for right in known), row.tolist()
+        return self
 
 
-def _interleaved(hosts, random, *, in_step):
-    """Each host's calls in their order; any host may be ahead of the others unless they block."""
-    if in_step:
-        for calls in zip(*hosts, strict=True):
-            yield from random.sample(calls, len(calls))
-        return
-    waiting = [list(reversed(calls)) for calls in hosts]
-    while waiting := [calls for calls in waiting if calls]:
-        yield random.choice(waiting).pop()
+def run(program, seed, **how):
+    """Run a program in the schedule that a seed chooses."""
+    return Group(program, seed, **how).run()

@@ -337,3 +337,26 @@ def test_a_forward_that_reads_what_is_loaded_for_it_starts_with_its_first_layer(
     assert transport.log == []
     engine.acquire(0)
     assert calls(transport) == [("start", 0), ("wait", 0), ("start", 1)]
+
+
+@pytest.mark.parametrize(("gate", "ahead"), [(Gate([], {0, 1, 2}), 0), (None, 1)])
+def test_with_a_gate_on_streams_no_bundle_of_a_forward_that_loads_starts_ahead(gate, ahead):
+    """Else an owner that still loads would start it after collectives that come later elsewhere."""
+    engine, transport, placement = build()
+    on_streams = PrefetchEngine(
+        placement,
+        engine._payload,  # noqa: SLF001 - the same bytes
+        StreamOrdered(transport),
+        CpuDevice(),
+        gate,
+    )
+    on_streams.arm(start=False)
+    assert transport.started == 0
+    for ordinal in range(3):
+        on_streams.acquire(ordinal)
+        assert transport.started == min(ordinal + 1 + ahead, 3)
+        on_streams.release(ordinal)
+    on_streams.finish()
+    on_streams.arm()
+    on_streams.acquire(0)
+    assert transport.started == 3 + 2, "forwards that load nothing start ahead as before"

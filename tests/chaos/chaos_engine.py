@@ -19,6 +19,7 @@ from chaos_spec import ENVIRONMENT, NodeSpec
 os.environ.update(ENVIRONMENT)
 
 import torch
+from chaos_releases import ENGINE_OPTIONS, cache_tensors, loads_in_step
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -27,12 +28,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import (
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheTensor,
-    MLAAttentionSpec,
-)
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
@@ -55,7 +51,7 @@ def vllm_config(spec: NodeSpec) -> VllmConfig:
         kv_cache_memory_bytes=1 << 24,
         async_scheduling=False,
         skip_tokenizer_init=True,
-        attention_backend="CPU_MLA",
+        **ENGINE_OPTIONS,
         tensor_parallel_size=spec.ranks,
         kv_transfer_config={
             **transfer_config(spec),
@@ -68,6 +64,7 @@ def vllm_config(spec: NodeSpec) -> VllmConfig:
     config.scheduler_config.max_num_batched_tokens = 512
     config.cache_config.enable_prefix_caching = spec.prefix_caching
     config.cache_config.num_gpu_blocks = spec.num_blocks
+    config.cache_config.block_size = BLOCK_TOKENS  # the NPU's platform takes its own
     return config
 
 
@@ -102,15 +99,9 @@ def cache_config(spec: NodeSpec) -> KVCacheConfig:
     kv = MLAAttentionSpec(
         block_size=BLOCK_TOKENS, num_kv_heads=1, head_size=576, dtype=torch.float32
     )
-    tensor = KVCacheTensor(
-        size=PAGE_BYTES * spec.num_blocks * len(LAYER_NAMES),
-        layers=list(LAYER_NAMES),
-        layer_stride=PAGE_BYTES * spec.num_blocks,
-        block_stride=PAGE_BYTES,
-    )
     return KVCacheConfig(
         num_blocks=spec.num_blocks,
-        kv_cache_tensors=[tensor],
+        kv_cache_tensors=cache_tensors(LAYER_NAMES, spec.num_blocks, PAGE_BYTES),
         kv_cache_groups=[KVCacheGroupSpec(list(LAYER_NAMES), kv)],
     )
 
@@ -208,7 +199,7 @@ class Engine:
         output = self._scheduler.schedule()
         self._note_preemptions(running, output.preempted_req_ids or ())
         work = [self._work(request_id, n) for request_id, n in output.num_scheduled_tokens.items()]
-        how = self._weights, output.has_sync_kv_loads
+        how = self._weights, loads_in_step(output)
         for pipe in self._ranks:
             pipe.send(("step", output.kv_connector_metadata, output.finished_req_ids, work, *how))
         ids = [item[0] for item in work]
@@ -289,7 +280,7 @@ class Engine:
     def _unforgiven(wrong, work, output, kv_output):
         """Wrong bytes as events, but for those that a step has read and the connector has named:
         what was computed from them is dropped."""
-        invalid = kv_output.invalid_block_ids if output.has_sync_kv_loads else set()
+        invalid = kv_output.invalid_block_ids if loads_in_step(output) else set()
         blocks = {request_id: block_ids for request_id, block_ids, _, _ in work}
         for rank, request_id, place, text in wrong:
             if invalid.isdisjoint(blocks[request_id][: place + 1]):

@@ -18,6 +18,7 @@ import torch
 from chaos_engine import cache_config, redirect_output, vllm_config
 from chaos_model import BLOCK_TOKENS, LAYER_NAMES, ROW_WORDS, STAGE, poison, prefixes, rows
 from chaos_patches import apply_patches, take_noted
+from chaos_releases import transfer_results
 from chaos_spec import NodeSpec
 from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -27,12 +28,10 @@ from vllm.distributed.parallel_state import (
     init_distributed_environment,
     initialize_model_parallel,
 )
-from vllm.v1.outputs import KVConnectorOutput
 
 from kvpp_connect.connectors.ascend_store import connector as pool_connector
-from kvpp_connect.connectors.mooncake_v2 import worker_side
 from kvpp_connect.layout import place_rank, plan_group
-from kvpp_connect.seam import quirks
+from kvpp_connect.seam import host_plan, quirks
 from kvpp_connect.seam.groups import gather_in_group
 
 _GARBAGE = np.uint64(0x5A5A_5A5A_5A5A_5A5A)
@@ -79,8 +78,8 @@ class Rank:
         if spec.kvpp:
             placement = place_rank(plan_group(STAGE, spec.ranks), rank, spec.num_blocks)
         # What KVPP's runtime answers in a worker.
-        for module in (worker_side, pool_connector):
-            module.active_placement = lambda: placement
+        host_plan.active_placement = lambda: placement
+        pool_connector.make_device = lambda _: None  # memory is the host's, whatever the platform
         self._poison = poison(spec.name)
         caches = _make_caches(placement, spec.num_blocks, self._poison)
         kept = set(placement.persistent_layers) if placement else set(LAYER_NAMES)
@@ -120,15 +119,7 @@ class Rank:
         else:
             connector.start_load_kv(None)
         connector.wait_for_save()
-        ended = connector.get_transfer_results(finished_ids)
-        output = KVConnectorOutput(
-            finished_sending=ended.finished_sending,
-            finished_recving=ended.finished_recving,
-            failed_recving=ended.failed_recving,
-            invalid_block_ids=connector.get_block_ids_with_load_errors(),
-            kv_connector_stats=connector.get_kv_connector_stats(),
-            kv_connector_worker_meta=connector.build_connector_worker_meta(),
-        )
+        output = transfer_results(connector, finished_ids)
         connector.clear_connector_metadata()
         return output, wrong, take_noted()
 

@@ -24,8 +24,8 @@ ENVIRONMENT = {
 
 # Short, so that leases end and blocks come back while a test waits.
 LEASE_S = 4.0
-PREFILL_SETTINGS = {"lease_s": LEASE_S}
-DECODE_SETTINGS = {"control_timeout_s": 1.0, "failed_read_hold_s": 4.0}
+PREFILL_SETTINGS = {"lease_s": LEASE_S, "protocol": "tcp"}
+DECODE_SETTINGS = {"control_timeout_s": 1.0, "failed_read_hold_s": 4.0, "protocol": "tcp"}
 # A read that was given up writes no later than this: within failed_read_hold_s.
 LATE_WRITE_S = 2.0
 

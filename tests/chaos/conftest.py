@@ -106,6 +106,7 @@ def pool_spec(checkpoint):
     def describe(name, address, **changes):
         settings = {
             "master_server_address": address,
+            "protocol": "tcp",
             "global_segment_size": "64MB",
             "local_buffer_size": "1MB",
             **POOL_SETTINGS,

@@ -151,8 +151,8 @@ def _leave_index_keys_behind() -> None:
 def _shift_owners() -> None:
     from dataclasses import replace
 
-    from kvpp_connect.connectors.mooncake_v2 import worker_side
     from kvpp_connect.layout import RankPlacement
+    from kvpp_connect.seam import host_plan
 
     def shifted() -> RankPlacement | None:
         placement = real()
@@ -174,5 +174,5 @@ def _shift_owners() -> None:
             ),
         )
 
-    real = worker_side.active_placement
-    worker_side.active_placement = shifted
+    real = host_plan.active_placement
+    host_plan.active_placement = shifted

@@ -46,7 +46,8 @@ def test_where_vllm_ascend_is_installed_the_plugin_takes_no_connector_name(tmp_p
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines()[-2:] == ["[]", "['MooncakeConnectorV2']"]
+    both = "['AscendStoreConnector', 'MooncakeConnectorV2']"
+    assert done.stdout.splitlines()[-2:] == ["[]", both]
 
 
 def test_options_of_our_runtime_are_refused_where_the_host_serves_the_layers():

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from kvpp_connect._log import get_logger
 from kvpp_connect.connectors.ascend_store.backends.create import create_store, engine_to_share
 from kvpp_connect.connectors.ascend_store.config import PoolConfig, parse_extra_config
+from kvpp_connect.connectors.ascend_store.engine_checks import check_engine
 from kvpp_connect.connectors.ascend_store.health import StoreHealth
 from kvpp_connect.connectors.ascend_store.identity import model_identity
 from kvpp_connect.connectors.ascend_store.lookups import LookupService
@@ -13,11 +14,12 @@ from kvpp_connect.connectors.ascend_store.orders import PoolOrders, PoolReport
 from kvpp_connect.connectors.ascend_store.scheduler_side import EngineShape, SchedulerSide, Step
 from kvpp_connect.connectors.ascend_store.stats import PoolPrometheus, PoolStats
 from kvpp_connect.connectors.ascend_store.worker_side import RankPlace, WorkerSide
-from kvpp_connect.connectors.caches import block_shape
+from kvpp_connect.connectors.caches import block_shape, cache_tensors
 from kvpp_connect.connectors.metrics import ReportsMetrics
-from kvpp_connect.errors import ConfigError
 from kvpp_connect.layout import TokenShard
 from kvpp_connect.seam.api import (
+    TELLS_SYNC_LOADS,
+    BlockTables,
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
@@ -28,19 +30,22 @@ from kvpp_connect.seam.api import (
     allow_second_loads,
     expect_loads,
     get_ip,
+    has_sync_loads,
     make_device,
     transfer_protocol,
 )
 from kvpp_connect.seam.groups import gather_in_group, group_info, token_shard
-from kvpp_connect.seam.runtime import active_placement, set_bundle_gate
+from kvpp_connect.seam.host_plan import placement_for
+from kvpp_connect.seam.runtime import set_bundle_gate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
 
     from kvpp_connect.seam.api import (
         AttentionMetadata,
+        BlockPool,
         ForwardContext,
         KVCacheBlocks,
         KVCacheConfig,
@@ -92,8 +97,11 @@ class AscendStoreConnector(ReportsMetrics, KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
         config = parse_extra_config(transfer.kv_connector_extra_config, str(transfer.kv_role))
-        _check_engine(vllm_config, config)
+        check_engine(vllm_config, config)
         self._shape = block_shape("AscendStoreConnector", kv_cache_config, vllm_config)
+        self._cache_config = kv_cache_config
+        self._tables = BlockTables()  # where vLLM does not lend its cache manager
+        self._block_ids: Callable[[str], Sequence[int]] | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         host = config.host or get_ip()
@@ -144,7 +152,7 @@ class AscendStoreConnector(ReportsMetrics, KVConnectorBase_V1, SupportsHMA):
             ConfigError: names the setting and what to change.
         """
         config = parse_extra_config(transfer.kv_connector_extra_config, str(transfer.kv_role))
-        _check_engine(vllm_config, config)
+        check_engine(vllm_config, config)
         if config.loads:
             expect_loads(vllm_config, "AscendStoreConnector")
         whole = vllm_config.kv_transfer_config
@@ -166,8 +174,11 @@ class AscendStoreConnector(ReportsMetrics, KVConnectorBase_V1, SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager: "KVCacheManager") -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
+        self._block_ids = lambda request_id: kv_cache_manager.get_block_ids(request_id)[0]
+
+    def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
         assert self._scheduler is not None
-        self._scheduler.bind_pool(PoolPins(kv_cache_manager.block_pool))
+        self._scheduler.bind_pool(PoolPins(gpu_block_pool))
 
     def on_new_request(self, request: "Request") -> None:
         assert self._scheduler is not None
@@ -187,12 +198,12 @@ class AscendStoreConnector(ReportsMetrics, KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         assert self._scheduler is not None
-        manager = self._kv_cache_manager
-        assert manager is not None, "vLLM binds the cache manager before the first step"
+        if self._block_ids is None:
+            self._tables.follow(scheduler_output)
         step = Step(
             scheduled=scheduler_output.num_scheduled_tokens,
-            block_ids=lambda request_id: manager.get_block_ids(request_id)[0],
-            has_sync_loads=scheduler_output.has_sync_kv_loads,
+            block_ids=self._block_ids or self._tables.block_ids,
+            has_sync_loads=TELLS_SYNC_LOADS and has_sync_loads(scheduler_output),
         )
         return PoolMetadata(self._scheduler.take_orders(step))
 
@@ -232,13 +243,14 @@ class AscendStoreConnector(ReportsMetrics, KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         assert self._worker is not None
         place, run = group_info(), self._shape.interleave_tokens
+        tensors = cache_tensors(kv_caches)
         self._worker.register(
-            kv_caches,
+            tensors,
             RankPlace(
                 stage=place.pp_rank,
                 rank=place.rank_in_group,
                 gather=gather_in_group,
-                placement=active_placement(),
+                placement=placement_for(self._vllm_config, self._cache_config, tensors),
                 tokens=token_shard(run) if run else TokenShard(),
                 set_gate=set_bundle_gate,
             ),
@@ -271,6 +283,10 @@ class AscendStoreConnector(ReportsMetrics, KVConnectorBase_V1, SupportsHMA):
         self._invalid_block_ids = results.invalid_block_ids
         return KVConnectorTransferResults(finished_recving=results.received)
 
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """What a vLLM without ``get_transfer_results`` asks, followed by the next question."""
+        return None, self.get_transfer_results(finished_req_ids).finished_recving
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._invalid_block_ids
 
@@ -283,19 +299,3 @@ class AscendStoreConnector(ReportsMetrics, KVConnectorBase_V1, SupportsHMA):
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, PoolMetadata)
         return metadata.orders
-
-
-def _check_engine(vllm_config: "VllmConfig", config: PoolConfig) -> None:
-    model = vllm_config.model_config
-    if model is None or not model.use_mla:
-        raise ConfigError(
-            "AscendStoreConnector: the model does not use MLA, its ranks hold different KV heads; "
-            "this version of kvpp-connect pools MLA models only"
-        )
-    if config.load_mode != "async" and vllm_config.max_concurrent_batches > 1:
-        setting = "use_layerwise" if config.load_mode == "layerwise" else '"load_async": false'
-        raise ConfigError(
-            f"AscendStoreConnector: {setting} needs steps one after the other, since a load that "
-            "fails must be known before the next one. Remove it, or use --no-async-scheduling and "
-            "one pipeline stage"
-        )

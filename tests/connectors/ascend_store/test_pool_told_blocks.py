@@ -5,10 +5,11 @@ import pytest
 pytest.importorskip("vllm")
 
 from pool_scheduling import FakeRequest, Scheduling, names_of, prompt
-from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved, BlockStored
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from kvpp_connect.connectors.ascend_store.orders import PutReport
+from kvpp_connect.seam.older_vllm import MEDIUM_STORAGE
 
 
 @pytest.fixture

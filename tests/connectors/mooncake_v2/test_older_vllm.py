@@ -6,10 +6,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvpp_connect.connectors.caches import BlockShape
+from kvpp_connect.connectors.caches import BlockShape, block_shape
 from kvpp_connect.connectors.mooncake_v2 import worker_side
 from kvpp_connect.connectors.mooncake_v2.config import MooncakeV2Config
-from kvpp_connect.connectors.mooncake_v2.connector import MooncakeConnectorV2, _block_shape
+from kvpp_connect.connectors.mooncake_v2.connector import MooncakeConnectorV2
 from kvpp_connect.connectors.mooncake_v2.metadata import StepOrders
 from kvpp_connect.connectors.mooncake_v2.puller import PullResult
 from kvpp_connect.errors import ConfigError
@@ -35,7 +35,7 @@ class ScriptedPuller:
 @pytest.fixture
 def connector(monkeypatch):
     """A worker's connector whose pulls end as the test says."""
-    monkeypatch.setattr(worker_side, "MooncakeEngine", lambda host, protocol: None)
+    monkeypatch.setattr(worker_side, "share_engine", lambda host, protocol: None)
     worker = worker_side.WorkerSide(
         config=MooncakeV2Config(),
         host="127.0.0.1",
@@ -77,7 +77,8 @@ def test_a_vllm_that_does_not_tell_which_caches_it_splits_may_not_split_any():
     cache_config = SimpleNamespace(kv_cache_groups=[group], num_blocks=4)
     parallel = SimpleNamespace(decode_context_parallel_size=1, cp_kv_cache_interleave_size=1)
     config = SimpleNamespace(parallel_config=parallel)
-    assert _block_shape(cache_config, config) == BlockShape(num_blocks=4, block_tokens=128)
+    shape = block_shape("Connector", cache_config, config)
+    assert shape == BlockShape(num_blocks=4, block_tokens=128)
     parallel.decode_context_parallel_size = 2
     with pytest.raises(ConfigError, match="decode_context_parallel_size is 2"):
-        _block_shape(cache_config, config)
+        block_shape("Connector", cache_config, config)

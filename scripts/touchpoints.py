@@ -3,6 +3,7 @@
 from kvpp_connect.seam.ascend_ledger import ASCEND_LEDGER, HOST_LEDGER, SUPPORTED_ASCEND
 from kvpp_connect.seam.device_ledger import CPU_LEDGER, CUDA_LEDGER
 from kvpp_connect.seam.ledger import LEDGER, SUPPORTED_VLLM, Touchpoint
+from kvpp_connect.seam.runner_v2_ledger import RUNNER_V2_LEDGER
 
 
 def render() -> str:
@@ -30,6 +31,12 @@ def render() -> str:
         "## On CUDA only",
         "",
         *_table(CUDA_LEDGER),
+        "",
+        "## In model runner V2",
+        "",
+        "Verified in workers that have it. From `kvpp_connect/seam/runner_v2_ledger.py`.",
+        "",
+        *_table(RUNNER_V2_LEDGER),
         "",
         "## In vllm-ascend without a KVPP of its own",
         "",

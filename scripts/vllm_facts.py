@@ -15,7 +15,7 @@ from kvpp_connect.seam.device_ledger import STOCK_LEDGER
 
 
 def _facts(source: Source) -> dict[str, dict[str, list[str]]]:
-    """The facts of all entries of the ledger, by target."""
+    """The facts of all entries of the ledgers, by target."""
     facts: dict[str, dict[str, list[str]]] = {}
     for entry in STOCK_LEDGER:
         targets = [target for target in (entry.target, entry.elsewhere) if target is not None]

@@ -17,6 +17,7 @@ class ActiveBlocks:
         blocks_used: torch.Tensor,
         num_blocks: int,
         device: torch.device | None = None,
+        at_most: int | None = None,
     ) -> None:
         """Collect the blocks of a batch.
 
@@ -26,12 +27,14 @@ class ActiveBlocks:
             blocks_used: leading entries of each row that count, shape ``(requests,)``.
             num_blocks: ids are below it.
             device: where the caches and vLLM's tables lie; default: the host.
+            at_most: keep only so many blocks; all others get the first one's position.
         """
         host = block_table.device
         device = device or host
         width = torch.arange(block_table.shape[1], device=host)
         # On the host: to learn from the device how many there are is to wait for its work.
         ids = torch.unique(block_table[width.unsqueeze(0) < blocks_used.unsqueeze(1)].long())
+        ids = ids[:at_most]
         # New tensors in each forward. Their memory is the compute stream's, which waits for all
         # gathers of a forward before the next one can be given that memory.
         self.ids = ids if device == host else ids.pin_memory().to(device, non_blocking=True)

@@ -1,11 +1,16 @@
-"""Compact mode inside vLLM's model runner: scratch layers see positions instead of block ids.
+"""Compact mode inside vLLM's model runners: scratch layers see positions instead of block ids.
 
 vLLM keys slot mappings by layer name and builds attention metadata per attention group. So each of
 the runner's attention groups is split, into the layers that this rank owns and those in scratch,
 whose metadata is built from renumbered common metadata, whatever the backend. Caches that fill
 scratch from the back have numbers of their own, and so a group of their own.
+
+Here is what the runners have in common; each has a subclass in a module of its own, which finds the
+blocks of a batch and takes over the runner's slot mappings.
 """
 
+from abc import ABC, abstractmethod
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -19,12 +24,13 @@ from kvpp_connect.errors import SeamError
 from kvpp_connect.layout import ComponentPlace, RankPlacement
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import torch
     from vllm.v1.attention.backend import AttentionMetadata, CommonAttentionMetadata
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 
-class CompactForward:
+class CompactForward(ABC):
     """One worker's compact mode. ``open`` -> the runner prepares its batch -> ``close``."""
 
     def __init__(
@@ -32,7 +38,7 @@ class CompactForward:
         placement: RankPlacement,
         payload: CompactPayload,
         engine: PrefetchEngine,
-        runner: "GPUModelRunner",
+        runner: Any,  # noqa: ANN401 - a GPUModelRunner of vLLM's; there are two
     ) -> None:
         """Split the runner's attention groups and take over its slot mappings."""
         self._placement = placement
@@ -45,13 +51,24 @@ class CompactForward:
         self._open = False
         self._history = False
         self._start = True
+        self._warming_up = False
         self.active: ActiveBlocks | None = None
-        self.block_tokens = _block_tokens(runner, placement)
+        self.block_tokens = self._block_tokens()
         self._split_groups()
         self._zero_owned_layers_only()
         _translate_alone(runner.compilation_config.static_forward_context, placement)
-        self._original_slot_mappings = runner._get_slot_mappings  # noqa: SLF001 - in the ledger
-        runner._get_slot_mappings = self._get_slot_mappings  # noqa: SLF001 - in the ledger
+        self._take_over()
+
+    @abstractmethod
+    def _kernel_block_tokens(self) -> list[int]:
+        """Tokens in a block of the attention kernels, by cache group."""
+
+    @abstractmethod
+    def _take_over(self) -> None:
+        """Put ``_begin`` where the runner knows a batch's blocks, ``_renumber`` behind its slots.
+
+        ``_begin`` comes before the batch's metadata is built.
+        """
 
     def open(self, *, history: bool, start: bool = True) -> None:
         """A step of real requests begins; dummy runs happen outside of steps.
@@ -65,34 +82,49 @@ class CompactForward:
         """The step is over."""
         self._open, self.active = False, None
 
-    def _get_slot_mappings(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:  # noqa: ANN401
-        by_group, by_layer = self._original_slot_mappings(*args, **kwargs)
-        if not self._open or by_layer is None:
-            return by_group, by_layer
-        if not isinstance(by_layer, dict):
-            raise SeamError("KVPP compact: slot mappings of micro-batches are not supported")
-        self.active = self._collect_active()
+    @contextmanager
+    def warming_up(self) -> "Iterator[None]":
+        """vLLM makes requests up, without its scheduler: they may use more than scratch holds."""
+        self._warming_up = True
+        try:
+            yield
+        finally:
+            self._warming_up = False
+
+    def _begin(self, block_table: "torch.Tensor", tokens: "torch.Tensor") -> None:
+        """Learn the blocks of this step's batch, and let the broadcasts begin.
+
+        Args:
+            block_table: block ids in host memory, shape ``(requests, width)``; the same on all
+                ranks of the group.
+            tokens: of each request when this step is done, shape ``(requests,)``.
+        """
+        blocks_used = (tokens + self.block_tokens - 1) // self.block_tokens
+        self.active = ActiveBlocks(
+            block_table,
+            blocks_used,
+            self._placement.num_blocks,
+            self._runner.device,
+            # Of made-up requests any tokens will do, but not other layers' memory.
+            at_most=self._placement.scratch_blocks if self._warming_up else None,
+        )
         self._payload.use(self.active)
         if self._history:
             self._engine.arm(start=self._start)
+
+    def _renumber(self, slots_by_layer: "dict[str, torch.Tensor]") -> None:
+        """Give the layers in scratch their own slots."""
+        active = self.active
+        if active is None:
+            return
         renumbered: dict[tuple[int, int], torch.Tensor] = {}
-        for name in self._scratch.keys() & by_layer.keys():
-            slots, first = by_layer[name], self._scratch[name].first_block(len(self.active))
+        for name in self._scratch.keys() & slots_by_layer.keys():
+            slots, first = slots_by_layer[name], self._scratch[name].first_block(len(active))
             if (id(slots), first) not in renumbered:
-                renumbered[id(slots), first] = self.active.renumber_slots(
+                renumbered[id(slots), first] = active.renumber_slots(
                     slots, self.block_tokens, first
                 )
-            by_layer[name] = renumbered[id(slots), first]
-        return by_group, by_layer
-
-    def _collect_active(self) -> ActiveBlocks:
-        batch = self._runner.input_batch
-        requests = batch.num_reqs
-        tokens = self._runner.optimistic_seq_lens_cpu[:requests]
-        blocks_used = (tokens + self.block_tokens - 1) // self.block_tokens
-        table = batch.block_table[0].get_cpu_tensor()[:requests]
-        blocks = self._placement.num_blocks
-        return ActiveBlocks(table, blocks_used, blocks, self._runner.device)
+            slots_by_layer[name] = renumbered[id(slots), first]
 
     def _split_groups(self) -> None:
         runner = self._runner
@@ -143,12 +175,27 @@ class CompactForward:
         made.create_metadata_builders(
             runner.vllm_config,
             runner.device,
-            runner._kernel_block_sizes[group_id],  # noqa: SLF001 - in the ledger
+            self._kernel_block_tokens()[group_id],
         )
-        for builder in made.metadata_builders:
+        for builder, owned in zip(made.metadata_builders, group.metadata_builders, strict=False):
             # Else vLLM derives the metadata from the other half's, with that half's block table.
             builder.supports_update_block_table = False
+            if hasattr(owned, "chunked_prefill_workspace"):
+                # Layers run one after the other, and a second one is memory that nobody measured.
+                builder.chunked_prefill_workspace = owned.chunked_prefill_workspace
         return made
+
+    def _block_tokens(self) -> int:
+        config = self._runner.kv_cache_config
+        block_tokens = config.kv_cache_groups[0].kv_cache_spec.block_size
+        kernel_tokens = self._kernel_block_tokens()[0]
+        if kernel_tokens != block_tokens:
+            raise SeamError(
+                f"KVPP compact: the attention kernel uses blocks of {kernel_tokens} tokens, the "
+                f"cache of {block_tokens}; set --block-size {kernel_tokens} or kvpp.mode full"
+            )
+        assert self._placement.num_blocks == config.num_blocks
+        return block_tokens
 
 
 @dataclass
@@ -195,16 +242,3 @@ def _translate_alone(layers: dict[str, Any], placement: RankPlacement) -> None:
             # so that all of them may use one set of buffers.
             impl.index_group = replace(group, num_layers=1, has_indexer=False)
             impl.index_group_index = 0
-
-
-def _block_tokens(runner: "GPUModelRunner", placement: RankPlacement) -> int:
-    groups = runner.kv_cache_config.kv_cache_groups
-    block_tokens = groups[0].kv_cache_spec.block_size
-    kernel_tokens = runner._kernel_block_sizes[0]  # noqa: SLF001 - in the ledger
-    if kernel_tokens != block_tokens:
-        raise SeamError(
-            f"KVPP compact: the attention kernel uses blocks of {kernel_tokens} tokens, the cache "
-            f"of {block_tokens}; set --block-size {kernel_tokens} or kvpp.mode full"
-        )
-    assert placement.num_blocks == runner.kv_cache_config.num_blocks
-    return block_tokens

@@ -6,6 +6,7 @@ that would be the end of all ordering between streams.
 """
 
 from kvpp_connect.seam.ledger import LEDGER, Touchpoint
+from kvpp_connect.seam.runner_v2_ledger import RUNNER_V2_LEDGER
 
 CPU_LEDGER: tuple[Touchpoint, ...] = (
     Touchpoint(
@@ -93,4 +94,4 @@ CUDA_LEDGER: tuple[Touchpoint, ...] = (
     ),
 )
 
-STOCK_LEDGER = (*LEDGER, *CPU_LEDGER, *CUDA_LEDGER)
+STOCK_LEDGER = (*LEDGER, *CPU_LEDGER, *CUDA_LEDGER, *RUNNER_V2_LEDGER)

@@ -1,25 +1,32 @@
 """The caches of the speculative proposer, by the names under which it has loaded them."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from kvpp_connect.errors import LayoutError
 
-if TYPE_CHECKING:
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-
-def draft_cache_names(runner: "GPUModelRunner") -> frozenset[str]:
+def draft_cache_names(runner: Any) -> frozenset[str]:  # noqa: ANN401 - one of vLLM's runners
     """Cache names of the loaded proposer; empty without one, or where it keeps no cache.
 
     Raises:
         LayoutError: a draft layer shares a target layer's cache.
     """
-    sharing = sorted(getattr(runner, "shared_kv_cache_layers", None) or {})
-    if sharing:
+    shared = _shared_caches(runner)
+    if shared:
+        layer, target = min(shared.items())
         raise LayoutError(
-            f"KVPP: layer {sharing[0]} shares the cache of "
-            f"{runner.shared_kv_cache_layers[sharing[0]]}, which most ranks hold in scratch only "
-            "while that layer runs. Remove --speculative-config, or turn enable_kvpp off"
+            f"KVPP: layer {layer} shares the cache of {target}, which most ranks hold in scratch "
+            "only while that layer runs. Remove --speculative-config, or turn enable_kvpp off"
         )
-    drafter = getattr(runner, "drafter", None)
-    return frozenset(getattr(drafter, "_draft_attn_layer_names", ()))
+    v1 = getattr(getattr(runner, "drafter", None), "_draft_attn_layer_names", ())
+    v2 = getattr(getattr(runner, "speculator", None), "draft_attn_layer_names", ())
+    return frozenset(v1) | frozenset(v2)
+
+
+def _shared_caches(runner: Any) -> dict[str, str]:  # noqa: ANN401
+    """Target layer by the layer that uses its cache."""
+    if not hasattr(runner, "speculator"):
+        return getattr(runner, "shared_kv_cache_layers", None) or {}
+    from vllm.v1.worker.gpu.attn_utils import get_shared_kv_cache_layers
+
+    return get_shared_kv_cache_layers(runner.vllm_config)

@@ -65,6 +65,11 @@ LEDGER: tuple[Touchpoint, ...] = (
         why="overridden: begins and ends a forward of the broadcast engine",
     ),
     Touchpoint(
+        target="vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model",
+        parameters=("self",),
+        why="overridden: requests that vLLM makes up may use more blocks than scratch holds",
+    ),
+    Touchpoint(
         target="vllm.model_executor.layers.attention.mla_attention:"
         "MLAAttention.prepare_kv_cache_update",
         parameters=("self", "attn_metadata"),

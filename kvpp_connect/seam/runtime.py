@@ -1,7 +1,7 @@
 """The KVPP side of one worker process: plan, budget, tensor placement, engine, layer hooks."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -198,11 +198,15 @@ class KvppRuntime:
             payload = CompactPayload(placement, memory)
             self._engine = PrefetchEngine(placement, payload, transport, device, _gate)
             _narrow_to_scratch(placement, layers)
-            self._compact = CompactForward(placement, payload, self._engine, runner)
+            self._compact = _compact_class(runner)(placement, payload, self._engine, runner)
         else:
             payload = FullPayload(placement, memory)
             self._engine = PrefetchEngine(placement, payload, transport, device, _gate)
         self._hooks = self._hooks_class(placement, layers, self._engine)
+
+    def warming_up(self) -> AbstractContextManager[None]:
+        """Surround what vLLM does before the first request."""
+        return self._compact.warming_up() if self._compact is not None else nullcontext()
 
     @contextmanager
     def forward(self, scheduler_output: "SchedulerOutput") -> Iterator[None]:
@@ -253,6 +257,16 @@ def check_same_plan(layout: GroupLayout, group: GroupInfo) -> None:
                 f"layouts ({digests[0][:12].decode()} and {digest[:12].decode()}); all ranks "
                 "need the same model, vLLM and kvpp-connect"
             )
+
+
+def _compact_class(runner: Any) -> type[CompactForward]:  # noqa: ANN401 - one of vLLM's two
+    if runner.vllm_config.use_v2_model_runner:
+        from kvpp_connect.seam.compact_v2 import CompactForwardV2
+
+        return CompactForwardV2
+    from kvpp_connect.seam.compact_v1 import CompactForwardV1
+
+    return CompactForwardV1
 
 
 def _narrow_to_scratch(placement: RankPlacement, layers: "dict[str, Any]") -> None:

@@ -56,16 +56,6 @@ def choose_mode(vllm_config: "VllmConfig", config: KvppConfig) -> ModeChoice:
     return ModeChoice("full", obstacle)
 
 
-def _compact_needs_runner_v1(vllm_config: "VllmConfig", config: KvppConfig) -> str | None:
-    del config
-    if not getattr(vllm_config, "use_v2_model_runner", False):
-        return None
-    return (
-        "model runner V2 builds attention metadata where block tables cannot be renumbered yet; "
-        "VLLM_USE_V2_MODEL_RUNNER=0 selects V1"
-    )
-
-
 def _compact_needs_its_scheduler(vllm_config: "VllmConfig", config: KvppConfig) -> str | None:
     del config
     chosen = vllm_config.scheduler_config.scheduler_cls
@@ -80,6 +70,16 @@ def _compact_needs_a_length(vllm_config: "VllmConfig", config: KvppConfig) -> st
     return (
         "--max-model-len auto is not known when scratch is sized; set kvpp.running_tokens, or a "
         "number for --max-model-len"
+    )
+
+
+def _compact_needs_its_own_blocks(vllm_config: "VllmConfig", config: KvppConfig) -> str | None:
+    del config
+    if not getattr(vllm_config.speculative_config, "enable_adaptive_verification", False):
+        return None
+    return (
+        "adaptive draft verification is timed with made-up block tables that go beyond scratch; "
+        "set enable_adaptive_verification to false in --speculative-config"
     )
 
 
@@ -103,9 +103,9 @@ def _compact_needs_slots_at_replay(vllm_config: "VllmConfig", config: KvppConfig
 _COMPACT_CHECKS = (
     _compact_needs_its_platform,
     _compact_needs_slots_at_replay,
-    _compact_needs_runner_v1,
     _compact_needs_its_scheduler,
     _compact_needs_a_length,
+    _compact_needs_its_own_blocks,
 )
 
 
@@ -221,18 +221,16 @@ def _fixed_speculation(config: "VllmConfig") -> str | None:
             "which most ranks hold in scratch only while the layer runs. Use another method, or "
             "remove --speculative-config"
         )
-    if getattr(config, "use_v2_model_runner", False):
-        return (
-            "speculative decoding needs model runner V1, whose proposer names its caches. Set "
-            "VLLM_USE_V2_MODEL_RUNNER=0, or remove --speculative-config"
-        )
     return None
 
 
 def _no_dual_batch(config: "VllmConfig") -> str | None:
-    if not config.parallel_config.enable_dbo:
-        return None
-    return "enable_dbo runs two half batches through each layer. Remove --enable-dbo"
+    if config.parallel_config.enable_dbo:
+        return "enable_dbo runs two half batches through each layer. Remove --enable-dbo"
+    parts = getattr(config.parallel_config, "ubatch_size", 0)
+    if parts > 1:
+        return f"ubatch_size is {parts}, which runs each layer that often. Remove --ubatch-size"
+    return None
 
 
 def _no_full_graphs(config: "VllmConfig") -> str | None:

@@ -8,9 +8,11 @@ from kvpp_connect.config import parse_additional_config
 from kvpp_connect.errors import ConfigError
 from kvpp_connect.layout import StageLayers
 from kvpp_connect.platforms.base import select_platform
+from kvpp_connect.seam import ledger
 from kvpp_connect.seam.drafts import draft_cache_names
 from kvpp_connect.seam.groups import group_info
 from kvpp_connect.seam.hooks import LayerHooks
+from kvpp_connect.seam.runner_v2_ledger import RUNNER_V2_LEDGER
 from kvpp_connect.seam.runtime import KvppRuntime
 from kvpp_connect.seam.settings import settle_mode
 from kvpp_connect.seam.specs import planner_block_bytes, stage_from_specs
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+    from vllm.v1.worker.worker_base import CompilationTimes
 
 logger = get_logger(__name__)
 
@@ -35,6 +38,8 @@ class KvppWorkerMixin:
 
     def _kvpp_runtime(self) -> KvppRuntime:
         if self._kvpp is None:
+            if getattr(self.vllm_config, "use_v2_model_runner", False):
+                ledger.verify(RUNNER_V2_LEDGER)
             config = parse_additional_config(self.vllm_config.additional_config)
             platform = select_platform(self.vllm_config.device_config.device_type)
             specs = self.get_kv_cache_spec()  # type: ignore[attr-defined]
@@ -72,6 +77,11 @@ class KvppWorkerMixin:
         super().initialize_from_config(placed(kv_cache_config, placement))  # type: ignore[misc]
         layers = self.vllm_config.compilation_config.static_forward_context
         runtime.attach(bound_allocation(placement, layers), layers, self.model_runner)
+
+    def compile_or_warm_up_model(self) -> "CompilationTimes":
+        """Warm up; model runner V2 does so with requests that it makes up, through this worker."""
+        with self._kvpp_runtime().warming_up():
+            return super().compile_or_warm_up_model()  # type: ignore[misc]
 
     def execute_model(
         self, scheduler_output: "SchedulerOutput"

@@ -12,6 +12,7 @@ from kvpp_connect import __version__
 from kvpp_connect.errors import SeamError
 from kvpp_connect.seam.device_ledger import CPU_LEDGER, CUDA_LEDGER, STOCK_LEDGER
 from kvpp_connect.seam.ledger import LEDGER, Touchpoint, verify, vllm_version
+from kvpp_connect.seam.runner_v2_ledger import RUNNER_V2_LEDGER
 
 
 def test_the_installed_vllm_fits():
@@ -31,6 +32,11 @@ def test_no_check_on_cuda_replaces_torchs_streams():
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_the_model_runner_v2_of_the_installed_vllm_fits():
+    """Its modules load without Triton, whose kernels are functions then."""
+    verify(RUNNER_V2_LEDGER)
 
 
 @pytest.mark.parametrize(

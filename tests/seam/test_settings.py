@@ -40,8 +40,12 @@ def multi(*names, path=None):
 OWN = ("MooncakeConnectorV2", "AscendStoreConnector")
 
 
-def speculation(method="mtp", *, dynamic=False):
-    return SimpleNamespace(method=method, uses_dynamic_speculative_decoding=lambda: dynamic)
+def speculation(method="mtp", *, dynamic=False, adaptive=False):
+    return SimpleNamespace(
+        method=method,
+        uses_dynamic_speculative_decoding=lambda: dynamic,
+        enable_adaptive_verification=adaptive,
+    )
 
 
 def deployment(**changes):
@@ -90,6 +94,7 @@ def test_a_supported_deployment_passes():
     check_supported(deployment(kv_transfer_config=multi(*reversed(OWN))))
     check_supported(deployment(compilation_config__cudagraph_mode=CUDAGraphMode.PIECEWISE))
     check_supported(deployment(speculative_config=speculation()))
+    check_supported(deployment(speculative_config=speculation(), use_v2_model_runner=True))
 
 
 @pytest.mark.parametrize(
@@ -111,11 +116,8 @@ def test_a_supported_deployment_passes():
             {"speculative_config": speculation("extract_hidden_states")},
             "'extract_hidden_states'.*remove --speculative-config",
         ),
-        (
-            {"speculative_config": speculation(), "use_v2_model_runner": True},
-            "VLLM_USE_V2_MODEL_RUNNER=0",
-        ),
         ({"parallel_config__enable_dbo": True}, "enable_dbo.*Remove --enable-dbo"),
+        ({"parallel_config__ubatch_size": 2}, "ubatch_size is 2.*Remove --ubatch-size"),
         ({"parallel_config__enable_elastic_ep": True}, "enable_elastic_ep.*Remove"),
         (
             {"compilation_config__cudagraph_mode": CUDAGraphMode.FULL},
@@ -166,6 +168,11 @@ def test_compact_is_the_default_and_brings_its_scheduler():
         assert choose_mode(config, KvppConfig(enabled=True)).mode == "compact"
 
 
+def test_compact_is_the_default_with_model_runner_v2_as_well():
+    config = deployment(use_v2_model_runner=True)
+    assert choose_mode(config, KvppConfig(enabled=True)) == ModeChoice("compact")
+
+
 def test_full_leaves_the_scheduler_alone():
     config = deployment()
     install.enable(config, KvppConfig(enabled=True, mode="full"), "auto")
@@ -175,7 +182,10 @@ def test_full_leaves_the_scheduler_alone():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"use_v2_model_runner": True}, "runner V2.*VLLM_USE_V2_MODEL_RUNNER=0 selects V1"),
+        (
+            {"speculative_config": speculation("dspark", adaptive=True)},
+            "adaptive draft verification.*set enable_adaptive_verification to false",
+        ),
         ({"scheduler_config__scheduler_cls": "mine.S"}, "scheduler_cls is 'mine.S'.*remove"),
         ({"model_config__original_max_model_len": -1}, "max-model-len auto.*running_tokens"),
     ],

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpp_connect.connectors.ascend_store.copying import DeviceCopier, HostCopier, byte_blocks
 from kvpp_connect.connectors.ascend_store.objects import HEADER_BYTES
@@ -167,6 +168,28 @@ def test_a_device_scatters_on_the_transfer_stream_and_waits_for_its_end():
     rows = torch.zeros((1, HEADER_BYTES + 8), dtype=torch.uint8)
     DeviceCopier(device, torch.device("cpu")).scatter(rows, (cache,), [1])
     assert device.log == ["finish transfers"]
+
+
+class CopyLog(TorchDispatchMode):
+    """Whether both ends of each copy are one range of memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.whole = []
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator is torch.ops.aten.copy_.default:
+            self.whole.append(all(tensor.is_contiguous() for tensor in args[:2]))
+        return operator(*args, **(kwargs or {}))
+
+
+def test_between_host_and_device_each_object_goes_as_one_range_of_memory():
+    caches = [cache_in_memory(24, 32)[0], cache_in_memory(16, 16)[0]]
+    rows = torch.zeros((3, 128), dtype=torch.uint8)[:, : HEADER_BYTES + 40]
+    with CopyLog() as log:
+        on_device().gather(caches, [6, 1, 2], rows, None)
+        on_device().scatter(rows, caches, [3, 0, 4])
+    assert log.whole == [True] * 6
 
 
 def test_on_a_host_nothing_is_under_way_after_a_forward():

@@ -1,7 +1,8 @@
 MAKEFLAGS += --no-print-directory
 PYTEST := .venv/bin/python -m pytest
 
-.PHONY: help setup lint type test test-unit test-gpu test-ascend contract soak demo docs clean
+.PHONY: help setup lint type test test-unit test-gpu test-ascend test-runner-v2 contract soak demo \
+	docs clean
 .DEFAULT_GOAL := help
 
 help: ## print this list
@@ -35,6 +36,10 @@ test-ascend: ## run the contract tests with vllm-ascend, on CPU tensors, in .ven
 test-gpu: ## run the tests that need CUDA devices, with PYTHON (python3); on one GPU or on several
 	$${PYTHON:-python3} -m pytest tests/gpu -m gpu --timeout=900
 
+test-runner-v2: setup ## run real servers with model runner V2, its kernels in Triton's interpreter
+	@bash scripts/setup_triton.sh
+	$(PYTEST) tests/e2e/test_runner_v2.py --timeout=900
+
 contract: ## read the newest vLLM (or VLLM=0.33.0) and the locked vllm-ascend: do the ledgers fit
 	@$${PYTHON:-python3.11} scripts/contract.py --vllm "$(VLLM)"
 
@@ -51,6 +56,6 @@ demo: setup ## run real vLLM servers with KVPP and check their tokens
 docs: ## build the documentation pages; a warning is an error
 	@bash scripts/docs.sh
 
-clean: ## remove caches, generated models and logs (not .venv and .venv-ascend)
+clean: ## remove caches, generated models and logs (not .venv, .venv-ascend and .venv-triton)
 	rm -rf .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache build *.egg-info
 	find kvpp_connect tests scripts -name __pycache__ -prune -exec rm -rf {} +

@@ -177,12 +177,14 @@ class CompactForward(ABC):
             runner.device,
             self._kernel_block_tokens()[group_id],
         )
+        builder: Any  # of a class of the backend's own
         for builder, owned in zip(made.metadata_builders, group.metadata_builders, strict=False):
             # Else vLLM derives the metadata from the other half's, with that half's block table.
             builder.supports_update_block_table = False
-            if hasattr(owned, "chunked_prefill_workspace"):
+            workspace = getattr(owned, "chunked_prefill_workspace", None)
+            if workspace is not None:
                 # Layers run one after the other, and a second one is memory that nobody measured.
-                builder.chunked_prefill_workspace = owned.chunked_prefill_workspace
+                builder.chunked_prefill_workspace = workspace
         return made
 
     def _block_tokens(self) -> int:

@@ -7,6 +7,7 @@
 ``KVPP_TEST_ASYNC=1``          with one of those: keep asynchronous scheduling, off there as well.
 ``KVPP_TEST_FORK=1``           fork processes, which vLLM spawns on CPU for its thread pools: two
                                ranks start in a third of the time.
+``KVPP_TEST_WARM_UP=1``        warm model runner V2 up as vLLM does on accelerators only.
 ``KVPP_TEST_LATE=1``           every broadcast starts when its layer waits for it, so that what a
                                layer does too early is always wrong, not only now and then.
 ``KVPP_TEST_NO_BROADCAST=1``   negative control: every broadcast is dropped.
@@ -31,6 +32,8 @@ def register() -> None:
         import kvpp_sparse_cpu
 
         kvpp_sparse_cpu.install()
+    if os.environ.get("KVPP_TEST_WARM_UP") == "1":
+        _warm_up()
     if os.environ.get("KVPP_TEST_LATE") == "1":
         _broadcast_late()
     if os.environ.get("KVPP_TEST_NO_BROADCAST") == "1":
@@ -93,6 +96,28 @@ def _stand_in_for_streams() -> None:
 
     torch.cuda.Event = torch.cuda.Stream = torch.cuda.current_stream = Nothing
     torch.cuda.stream = lambda stream: nullcontext()
+
+
+def _warm_up() -> None:
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    original = CPUWorker.compile_or_warm_up_model
+
+    def compile_or_warm_up_model(self: Any) -> Any:
+        from vllm.sampling_params import SamplingParams
+        from vllm.v1.worker.gpu import warmup
+
+        times = original(self)
+        # Triton's interpreter runs neither the kernels of top-k and top-p nor those of grammars.
+        greedy = SamplingParams(temperature=0, max_tokens=9)
+        SamplingParams.for_sampler_warmup = staticmethod(lambda: greedy)
+        run = (self.model_runner, self.execute_model, lambda grammar: self.sample_tokens(None))
+        warmup.warmup_kernels(*run)
+        assert warmup.run_mixed_prefill_decode_warmup(*run, num_tokens=100)
+        print("KVPP_TEST_WARM_UP done", flush=True)
+        return times
+
+    CPUWorker.compile_or_warm_up_model = compile_or_warm_up_model
 
 
 def _wrap_transport(wrap: Any) -> None:

@@ -94,7 +94,7 @@ def test_what_cannot_work_is_refused_by_name_with_the_configuration():
               said(additional_config=compact))
         print(">", "connector 'MooncakeConnectorV1'" in said(transfer=dict(
             kv_connector="MooncakeConnectorV1", kv_role="kv_producer")))
-        print(">", "'MooncakeConnectorV2' does not know" in said(transfer=dict(
+        print(">", "'MooncakeConnectorV2' is not known by its name" in said(transfer=dict(
             kv_connector="MooncakeConnectorV2", kv_role="kv_producer")))
         import os; os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         print(">", "VLLM_USE_V2_MODEL_RUNNER=0" in said())

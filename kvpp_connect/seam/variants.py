@@ -24,12 +24,14 @@ class Variant:
         touchpoints: the symbols that the seam leans on there.
         supported: the versions, in words.
         problems: settings that KVPP cannot run with there, beyond those of every vLLM.
+        compact_obstacles: settings that compact mode cannot run with there, likewise.
         serves_kvpp: whether it has a KVPP of its own, which then serves ``enable_kvpp``.
     """
 
     touchpoints: tuple[ledger.Touchpoint, ...] = ledger.LEDGER
     supported: str = ledger.SUPPORTED
     problems: Callable[["VllmConfig"], Iterable[str]] = _nothing
+    compact_obstacles: Callable[["VllmConfig"], Iterable[str]] = _nothing
     serves_kvpp: Callable[[], bool] = bool  # no
 
     def verify(self) -> None:
@@ -47,6 +49,7 @@ _VARIANTS = {
         touchpoints=ASCEND_CONFIG_LEDGER,
         supported=SUPPORTED_ASCEND,
         problems=ascend.problems,
+        compact_obstacles=ascend.compact_obstacles,
         serves_kvpp=ascend.has_own_kvpp,
     )
 }

@@ -8,10 +8,11 @@ from kvpp_connect.config import parse_additional_config
 from kvpp_connect.errors import ConfigError
 from kvpp_connect.layout import StageLayers
 from kvpp_connect.platforms.base import select_platform
+from kvpp_connect.seam.compact import CompactForward
 from kvpp_connect.seam.drafts import draft_cache_names
 from kvpp_connect.seam.groups import group_info
 from kvpp_connect.seam.hooks import LayerHooks
-from kvpp_connect.seam.runtime import KvppRuntime
+from kvpp_connect.seam.runtime import KvppRuntime, RunnerCompact
 from kvpp_connect.seam.settings import settle_mode
 from kvpp_connect.seam.specs import planner_block_bytes, stage_from_specs
 from kvpp_connect.seam.tensors import bound_allocation, placed
@@ -32,6 +33,7 @@ class KvppWorkerMixin:
     model_runner: Any
     _kvpp: KvppRuntime | None = None
     _kvpp_hooks: type[LayerHooks] = LayerHooks
+    _kvpp_compact: type[RunnerCompact] = CompactForward
 
     def _kvpp_runtime(self) -> KvppRuntime:
         if self._kvpp is None:
@@ -46,7 +48,14 @@ class KvppWorkerMixin:
                 logger.info("KVPP full instead of compact: %s", choice.reason)
             settled = replace(config, mode=choice.mode)
             self._kvpp = KvppRuntime(
-                settled, platform, stage, block_bytes, group, scratch, self._kvpp_hooks
+                settled,
+                platform,
+                stage,
+                block_bytes,
+                group,
+                scratch,
+                self._kvpp_hooks,
+                self._kvpp_compact,
             )
         return self._kvpp
 

@@ -67,19 +67,21 @@ class Scenario:
 def random_scenario(seed, mode, *, num_forwards=5):
     random = Random(f"scenario {seed}")
     layers = random.randint(1, 7)
-    bundles = [[random.choice((4, 8)), *[4] * random.randint(0, 1)] for _ in range(layers)]
+    more = 3 if mode == "one numbering" else 1
+    bundles = [[random.choice((4, 8)), *[4] * random.randint(0, more)] for _ in range(layers)]
     scratch = RunningScratch(least=SCRATCH_BLOCKS, most=SCRATCH_BLOCKS)
     layout = plan_group(
         bundle_stage(bundles),
         random.randint(2, 4),
         random.choice((1, 16)),
-        scratch if mode == "compact" else None,
+        None if mode == "full" else scratch,
+        "layer" if mode == "one numbering" else "component",
     )
     versions = [[0] * BLOCKS for _ in bundles]
     forwards = []
     for number in range(num_forwards):
         history = number > 0 and random.random() < 0.8
-        most = SCRATCH_BLOCKS if mode == "compact" else BLOCKS
+        most = BLOCKS if mode == "full" else SCRATCH_BLOCKS
         active = sorted(random.sample(range(BLOCKS), random.randint(1, most)))
         before = [list(layer) for layer in versions]
         written = [

@@ -27,7 +27,7 @@ def pytest_addoption(parser):
         "--schedules",
         type=int,
         default=500,
-        help="programs for each of the four ways in tests/broadcast/test_asynchronous_device.py",
+        help="programs for each of the six ways in tests/broadcast/test_asynchronous_device.py",
     )
     parser.addoption(
         "--first-schedule",

@@ -35,7 +35,10 @@ class PendingBroadcast(Protocol):
 
 
 class GroupBroadcast(Protocol):
-    """Broadcast inside one KVPP group. Every rank must start the same broadcasts in one order."""
+    """Broadcast inside one KVPP group. Every rank must start the same broadcasts in one order.
+
+    Several may be under way; they are waited for in the order of their starts.
+    """
 
     def start(
         self, data: torch.Tensor, source_rank: int, gather: PageGather | None = None

@@ -106,7 +106,7 @@ class PrefetchEngine:
         self._read_slots: set[int] = set()
         self._state = _State.IDLE
         self._ordinal = 0
-        self._pending: PendingBroadcast | None = None
+        self._pending: list[PendingBroadcast] = []
         self._failure = ""
         self.counters = BroadcastCounters()
 
@@ -153,13 +153,14 @@ class PrefetchEngine:
         """
         due = self._state is _State.DUE and self._ordinal == ordinal
         self._check(due, f"layer {self._names[ordinal]} asked for its cache")
-        if self._pending is None:
+        if not self._pending:
             self._wait_at_gate(ordinal)
             self._start(ordinal)
-        pending, self._pending = self._pending, None
-        assert pending is not None, "it has just been started, if not before"
+        assert self._pending, "they have just been started, if not before"
+        pending, self._pending = self._pending, []
         try:
-            pending.wait()
+            for broadcast in pending:
+                broadcast.wait()
         except KvppError as error:
             self._fail(f"layer {self._names[ordinal]}: {error}")
         self._arrived.wait()
@@ -207,17 +208,19 @@ class PrefetchEngine:
                 self._drained[slot].wait()
                 self._read_slots.discard(slot)
             try:
-                data = self._payload.bytes_of(ordinal)
-                gather = self._payload.gather(ordinal)
-                self._pending = self._transport.start(data, owner, gather)
+                pieces = self._payload.pieces(ordinal)
+                self._pending = [
+                    self._transport.start(piece.data, owner, piece.gather) for piece in pieces
+                ]
             except KvppError as error:
                 self._fail(f"layer {self._names[ordinal]}: {error}")
             self._arrived.record()
-        self.counters.broadcasts += 1
+        self.counters.broadcasts += len(pieces)
+        size = sum(piece.data.numel() for piece in pieces)
         if owner == self._rank:
-            self.counters.sent_bytes += data.numel()
+            self.counters.sent_bytes += size
         else:
-            self.counters.received_bytes += data.numel()
+            self.counters.received_bytes += size
 
     def _wait_at_gate(self, ordinal: int) -> None:
         if self._gate is not None and self._bundles[ordinal].owner == self._rank:

@@ -1,5 +1,7 @@
 """Which bytes of a bundle are broadcast."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -7,21 +9,28 @@ import torch
 from kvpp_connect.broadcast.active import ActiveBlocks
 from kvpp_connect.broadcast.pages import PageGather
 from kvpp_connect.errors import LayoutError
-from kvpp_connect.layout import RankPlacement
+from kvpp_connect.layout import ComponentPlace, RankPlacement
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one broadcast moves: ``data``, one-dimensional bytes, source or target.
+
+    ``gather`` tells the owner how to collect those bytes; nothing where they are there.
+    """
+
+    data: torch.Tensor
+    gather: PageGather | None = None
 
 
 class BundlePayload(Protocol):
-    """Gives the engine one contiguous byte tensor for each bundle, when its turn comes."""
+    """Gives the engine the bytes of each bundle, when its turn comes."""
 
-    def bytes_of(self, ordinal: int) -> torch.Tensor:
-        """Bytes of the ``ordinal``-th bundle: the source on its owner, the target elsewhere.
+    def pieces(self, ordinal: int) -> Sequence[Piece]:
+        """The ``ordinal``-th bundle, one broadcast each; as many on every rank.
 
-        They are not used for anything else until the bundle's broadcast is over.
+        Their bytes are not used for anything else until the bundle's broadcasts are over.
         """
-        ...
-
-    def gather(self, ordinal: int) -> PageGather | None:
-        """On the bundle's owner, how to collect those bytes; nothing where they are there."""
         ...
 
 
@@ -35,18 +44,16 @@ class FullPayload:
             memory: the rank's allocation as bytes, at least ``placement.total_bytes`` of them.
         """
         check_memory(placement, memory)
-        self._views = [memory[b.offset : b.offset + b.size] for b in placement.bundles]
+        views = [memory[b.offset : b.offset + b.size] for b in placement.bundles]
+        self._pieces = [(Piece(view),) for view in views]
 
-    def bytes_of(self, ordinal: int) -> torch.Tensor:
+    def pieces(self, ordinal: int) -> Sequence[Piece]:
         """The whole bundle where it lies."""
-        return self._views[ordinal]
-
-    def gather(self, ordinal: int) -> None:
-        """Nothing to collect."""
+        return self._pieces[ordinal]
 
 
 class CompactPayload:
-    """The active blocks of a bundle, as one range.
+    """The active blocks of a bundle: one range for components whose blocks touch in the slot.
 
     The owner may gather them into its own scratch slot, which is free because it owns the layer; on
     the other ranks the broadcast fills the same slot. No staging buffer and no unused byte.
@@ -72,20 +79,24 @@ class CompactPayload:
             )
         self._active = active
 
-    def bytes_of(self, ordinal: int) -> torch.Tensor:
-        """Room for the active blocks in the bundle's scratch slot."""
+    def pieces(self, ordinal: int) -> Sequence[Piece]:
+        """Room for the active blocks in the bundle's slot, and where its owner keeps them."""
         assert self._active is not None, "use() comes before the forward"
-        return self._range(*self._placement.bundles[ordinal].used_range(len(self._active)))
+        bundle, used = self._placement.bundles[ordinal], len(self._active)
+        owned = bundle.owner == self._placement.rank
+        return tuple(
+            Piece(
+                self._range(*bundle.used_range(run, used)),
+                self._gather(bundle.components[run]) if owned else None,
+            )
+            for run in bundle.runs
+        )
 
-    def gather(self, ordinal: int) -> PageGather | None:
-        """The active blocks where the owner keeps them."""
+    def _gather(self, kept: Sequence[ComponentPlace]) -> PageGather:
         assert self._active is not None, "use() comes before the forward"
-        bundle = self._placement.bundles[ordinal]
-        if bundle.owner != self._placement.rank:
-            return None
         caches = [
-            self._range(kept.offset, kept.size).view(-1, kept.component.page_bytes)
-            for kept in bundle.components
+            self._range(place.offset, place.size).view(-1, place.component.page_bytes)
+            for place in kept
         ]
         return PageGather(caches, self._active.ids)
 

@@ -25,6 +25,7 @@ from kvpp_connect.layout.model import (
 )
 from kvpp_connect.layout.ownership import assign_owners, equal_counts
 from kvpp_connect.layout.placement import (
+    BlockNumbers,
     BundlePlace,
     ComponentPlace,
     GroupLayout,
@@ -42,6 +43,7 @@ from kvpp_connect.layout.scratch import (
 
 __all__ = [
     "WIRE_SCHEMA",
+    "BlockNumbers",
     "BundlePlace",
     "CacheComponent",
     "ComponentAddress",

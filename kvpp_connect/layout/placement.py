@@ -12,11 +12,15 @@ fills its blocks from the back and the second one from the front:
 
     first component [ . . . 0 1 2 ] second component [ 0 1 2 . . . ]
                           |<------- one range ------->|
+
+That gives the two different block numbers. Where attention has one block table for all components
+of a layer, each of them fills its blocks from the front, and each is a range of its own.
 """
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
+from typing import Literal
 
 from kvpp_connect.errors import LayoutError
 from kvpp_connect.layout.model import CacheComponent, LayerBundle, StageLayers
@@ -24,7 +28,10 @@ from kvpp_connect.layout.ownership import assign_owners
 from kvpp_connect.layout.scratch import FullScratch, ScratchSize
 
 NUM_SCRATCH_SLOTS = 2
-MAX_RUNNING_COMPONENTS = 2  # of a bundle, in a slot for running requests
+MAX_RUNNING_COMPONENTS = 2  # of a bundle, in a slot for running requests, as one range
+
+# What has block numbers of its own in a slot for running requests.
+BlockNumbers = Literal["component", "layer"]
 
 
 def align_up(value: int, alignment: int) -> int:
@@ -32,8 +39,10 @@ def align_up(value: int, alignment: int) -> int:
     return -(-value // alignment) * alignment
 
 
-def running_obstacle(stage: StageLayers) -> str:
+def running_obstacle(stage: StageLayers, block_numbers: BlockNumbers = "component") -> str:
     """Why a slot for running requests cannot hold a stage's layers; empty if it can."""
+    if block_numbers == "layer":
+        return ""
     most = max((len(bundle.components) for bundle in stage.targets), default=0)
     if most <= MAX_RUNNING_COMPONENTS:
         return ""
@@ -49,7 +58,8 @@ class GroupLayout:
 
     ``owners[i]`` is the rank in the group that owns ``stage.targets[i]``.
     ``alignment_bytes`` applies to the base of every component. ``scratch`` says how many blocks
-    a scratch slot holds.
+    a scratch slot holds, ``block_numbers`` what has numbers of its own in one that does not mirror
+    a layer.
     """
 
     stage: StageLayers
@@ -57,6 +67,7 @@ class GroupLayout:
     owners: tuple[int, ...]
     alignment_bytes: int = 1
     scratch: ScratchSize = field(default_factory=FullScratch)
+    block_numbers: BlockNumbers = "component"
 
     def __post_init__(self) -> None:
         if len(self.owners) != len(self.stage.targets):
@@ -66,7 +77,9 @@ class GroupLayout:
         strangers = [owner for owner in self.owners if not 0 <= owner < self.group_size]
         if strangers:
             raise LayoutError(f"owners {strangers} are outside a group of {self.group_size} ranks")
-        obstacle = "" if self.mirrors_layers else running_obstacle(self.stage)
+        obstacle = ""
+        if not self.mirrors_layers:
+            obstacle = running_obstacle(self.stage, self.block_numbers)
         if obstacle:
             raise LayoutError(f"compact mode: {obstacle}. Set kvpp.mode to full")
 
@@ -148,6 +161,7 @@ def plan_group(
     group_size: int,
     alignment_bytes: int = 1,
     scratch: ScratchSize | None = None,
+    block_numbers: BlockNumbers = "component",
 ) -> GroupLayout:
     """Plan the ownership of a stage's target layers over a KVPP group."""
     owners = assign_owners([bundle.page_bytes for bundle in stage.targets], group_size)
@@ -157,6 +171,7 @@ def plan_group(
         owners=owners,
         alignment_bytes=alignment_bytes,
         scratch=scratch or FullScratch(),
+        block_numbers=block_numbers,
     )
 
 
@@ -206,10 +221,20 @@ class BundlePlace:
     components: tuple[ComponentPlace, ...]
     scratch: tuple[ComponentPlace, ...]
 
-    def used_range(self, used_blocks: int) -> tuple[int, int]:
-        """Offset and size in bytes of the blocks in the slot that a forward uses: one range."""
-        start, _ = self.scratch[0].used_range(used_blocks)
-        last, size = self.scratch[-1].used_range(used_blocks)
+    @property
+    def runs(self) -> tuple[slice, ...]:
+        """Which components' used blocks lie together in the slot; each run is one range of bytes.
+
+        Those that a forward takes from the back touch the ones of the next component.
+        """
+        ends = [n + 1 for n, place in enumerate(self.scratch) if not place.from_back]
+        return tuple(slice(*run) for run in pairwise([0, *ends]))
+
+    def used_range(self, run: slice, used_blocks: int) -> tuple[int, int]:
+        """Offset and size in bytes of the blocks of a run that a forward uses."""
+        places = self.scratch[run]
+        start, _ = places[0].used_range(used_blocks)
+        last, size = places[-1].used_range(used_blocks)
         return start, last + size - start
 
 
@@ -293,7 +318,7 @@ def place_scratch(
     """Place a bundle in a scratch slot, where a layer of ``num_blocks`` blocks may have fewer."""
     blocks = layout.scratch.blocks(num_blocks)
     places = _place_run(layout, bundle.components, slot_offset, blocks, False)
-    if layout.mirrors_layers or len(places) == 1:
+    if layout.mirrors_layers or layout.block_numbers == "layer" or len(places) == 1:
         return places
     # Against the second component, so that no padding parts the two.
     first, second = places

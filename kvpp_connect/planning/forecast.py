@@ -9,6 +9,7 @@ from typing import Literal
 
 from kvpp_connect.errors import ConfigError, LayoutError
 from kvpp_connect.layout import (
+    BlockNumbers,
     FullScratch,
     GroupLayout,
     ScratchSize,
@@ -34,6 +35,7 @@ class ServerSettings:
         running_tokens: ``additional_config.kvpp.running_tokens``.
         group_size: ranks of a KVPP group, TP x PCP.
         alignment_bytes: of every cache component's base, by the platform.
+        block_numbers: what has block numbers of its own in compact's scratch, by the platform.
     """
 
     memory_bytes: int
@@ -42,6 +44,7 @@ class ServerSettings:
     running_tokens: int | None = None
     group_size: int = 1
     alignment_bytes: int = 1
+    block_numbers: BlockNumbers = "component"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +111,13 @@ def kvpp_capacity(
         )
     scratch = _scratch(variant, block_tokens, settings)
     layouts = tuple(
-        plan_group(stage, settings.group_size, settings.alignment_bytes, scratch)
+        plan_group(
+            stage,
+            settings.group_size,
+            settings.alignment_bytes,
+            scratch,
+            settings.block_numbers,
+        )
         for stage in stages
     )
     try:

@@ -109,6 +109,7 @@ def make_plan(
         running_tokens=request.running_tokens,
         group_size=sizes.group,
         alignment_bytes=platform.alignment_bytes if platform else 1,
+        block_numbers=platform.block_numbers if platform else "component",
     )
     capacities = [plain_capacity(stages, caches.block_tokens, settings)]
     notes = [*caches.notes]
@@ -118,12 +119,7 @@ def make_plan(
     reason = _no_kvpp(model, request)
     notes += [reason] if reason else []
     plans: dict[str, tuple[GroupLayout, ...]] = {}
-    obstacle = platform.compact_obstacle if platform else ""
-    if obstacle and not reason:
-        notes.append(f"no KVPP compact on {request.options.device}: {obstacle}")
     for mode in () if reason else KVPP_MODES:
-        if obstacle and mode == "compact":
-            continue
         try:
             capacity, plans[mode] = kvpp_capacity(mode, stages, caches.block_tokens, settings)
         except LayoutError as error:

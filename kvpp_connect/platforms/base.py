@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from kvpp_connect.errors import ConfigError
+from kvpp_connect.layout import BlockNumbers
 from kvpp_connect.platforms.device import Device
 
 
@@ -21,9 +22,10 @@ class Platform:
         kvpp_worker_cls: dotted name of its KVPP subclass.
         device_cls: dotted name of its :class:`~kvpp_connect.platforms.device.Device`.
         transfer_protocol: default protocol of the transfer engine.
-        compact_obstacle: why compact mode is not to be had there; empty where it is.
         group_options: dotted name of what makes the options of the KVPP group's process group;
             empty for torch's own.
+        block_numbers: what has block numbers of its own in compact's scratch; "layer" where
+            attention has one block table for all caches of a layer.
     """
 
     name: str
@@ -33,8 +35,8 @@ class Platform:
     kvpp_worker_cls: str
     device_cls: str
     transfer_protocol: str
-    compact_obstacle: str = ""
     group_options: str = ""
+    block_numbers: BlockNumbers = "component"
 
     def create_device(self) -> Device:
         """Make this process's device; its module may load the vendor's libraries.
@@ -82,10 +84,7 @@ PLATFORMS: dict[str, Platform] = {
         kvpp_worker_cls="kvpp_connect.seam.ascend_worker.KvppNPUWorker",
         device_cls="kvpp_connect.platforms.ascend.AscendDevice",
         transfer_protocol="ascend",
-        compact_obstacle=(
-            "vllm-ascend's model runner builds attention metadata by itself, where block tables "
-            "cannot be renumbered yet"
-        ),
+        block_numbers="layer",
     ),
 }
 

@@ -69,3 +69,14 @@ def problems(vllm_config: "VllmConfig") -> "Iterator[str]":
         yield (
             "additional_config.sparse_kv_offload_config keeps caches in host memory. Turn it off"
         )
+
+
+def compact_obstacles(vllm_config: "VllmConfig") -> "Iterator[str]":
+    """All settings of vllm-ascend that compact mode cannot run with."""
+    # The scheduler asks as well, in whose process vllm-ascend has not read its settings.
+    given = vllm_config.additional_config
+    if isinstance(given, dict) and given.get("c8_enable_reshape_optim"):
+        yield (
+            "additional_config.c8_enable_reshape_optim sorts slots into buffers that all layers "
+            "share, and the slots of layers in scratch are others. Turn it off"
+        )

@@ -90,7 +90,7 @@ class PlacedCaches:
         runner._allocate_kv_cache_tensors = allocate  # noqa: SLF001 - in the ledger
 
     def check(self, layers: dict[str, Any]) -> None:
-        """Hold what is bound to the layers against the placement.
+        """Hold what is bound to the layers against the placement, before scratch is narrowed.
 
         Raises:
             SeamError: a tensor lies elsewhere than planned, or has another size.
@@ -100,9 +100,8 @@ class PlacedCaches:
             for name in self._layer_names()
             for number, tensor in enumerate(layers[name].kv_cache)
         }
-        places = self._placement.by_layer_name
         for name, tensor in bound.items():
-            size = places[name].size if name in places else 0
+            size = self._view_bytes(name)
             if tensor.nbytes != size:
                 raise SeamError(
                     f"KVPP: vllm-ascend bound {tensor.nbytes} bytes as {name}, planned {size}"
@@ -123,9 +122,16 @@ class PlacedCaches:
         places = self._placement.by_layer_name
         found: dict[str, tuple[torch.Tensor, ...]] = {}
         for name, count in planned.items():
-            parts = [places[tensor_name(name, number)] for number in range(count)]
-            found[name] = tuple(self.memory[p.offset : p.offset + p.size] for p in parts)
+            parts = [tensor_name(name, number) for number in range(count)]
+            found[name] = tuple(
+                self.memory[places[part].offset :][: self._view_bytes(part)] for part in parts
+            )
         return found
+
+    def _view_bytes(self, name: str) -> int:
+        """Bytes of all blocks of a tensor: the runner refuses to bind fewer, in scratch as well."""
+        place = self._placement.by_layer_name.get(name)
+        return place.component.page_bytes * self._placement.num_blocks if place else 0
 
     def _layer_names(self) -> dict[str, int]:
         """The layers, and how many tensors each has."""

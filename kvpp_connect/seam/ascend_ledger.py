@@ -18,6 +18,9 @@ _COMMON = {
     "vllm.distributed.parallel_state:get_tp_group",
     "vllm.distributed.parallel_state:get_pcp_group",
     "vllm.distributed.parallel_state:get_pp_group",
+    "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks",
+    "vllm.v1.core.block_pool:BlockPool.get_usage",
+    "vllm.v1.core.block_pool:BlockPool.reset_prefix_cache",
     "vllm.v1.core.block_pool:BlockPool.touch",
     "vllm.v1.core.block_pool:BlockPool.free_blocks",
     "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.bind_gpu_block_pool",
@@ -55,6 +58,10 @@ ASCEND_CONFIG_LEDGER: tuple[Touchpoint, ...] = (
         target="vllm.v1.kv_cache_interface:KVCacheConfig",
         fields=("num_blocks", "kv_cache_tensors", "kv_cache_groups"),
         why="tells the number of blocks that the planner settled on",
+    ),
+    Touchpoint(
+        target="vllm.v1.kv_cache_interface:KVCacheConfig.needs_kv_cache_zeroing",
+        why="compact: zeroing goes by block ids, which layers in scratch do not have",
     ),
     Touchpoint(
         target="vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1.get_finished",
@@ -119,6 +126,53 @@ ASCEND_WORKER_LEDGER: tuple[Touchpoint, ...] = (
         target="vllm_ascend.worker.model_runner_v1:NPUModelRunner._allocate_int8_cache_tensor",
         parameters=("self", "numel", "alignment"),
         why="what the runner's own allocation calls for each tensor, when sizes are measured",
+    ),
+    Touchpoint(
+        target="vllm_ascend.worker.model_runner_v1:NPUModelRunner._build_attention_metadata",
+        parameters=(
+            "self",
+            "num_tokens",
+            "num_reqs",
+            "max_query_len",
+            "num_tokens_padded",
+            "num_reqs_padded",
+            "ubatch_slices",
+            "logits_indices",
+            "use_spec_decode",
+            "for_cudagraph_capture",
+            "num_scheduled_tokens",
+            "num_scheduled_tokens_np",
+            "cascade_attn_prefix_lens",
+            "skip_gdn_state_update",
+        ),
+        why="wrapped in compact mode: the batch's blocks are known, its metadata is not yet built",
+    ),
+    Touchpoint(
+        target="vllm_ascend.worker.block_table:BlockTable.get_cpu_tensor",
+        parameters=("self",),
+        why="compact: the blocks of the scheduled requests, in host memory",
+    ),
+    Touchpoint(
+        target="vllm.v1.worker.utils:AttentionGroup",
+        fields=("layer_names", "metadata_builders"),
+        why="split in compact mode into owned layers and those in scratch",
+    ),
+    Touchpoint(
+        target="vllm_ascend.attention.utils:AscendCommonAttentionMetadata",
+        fields=("block_table_tensor", "slot_mapping"),
+        why="renumbered for layers in scratch",
+    ),
+    *(
+        Touchpoint(
+            target=f"vllm_ascend.attention.{builder}.build",
+            parameters=("self", "common_prefix_len", "common_attn_metadata", "fast_build", *more),
+            why="wrapped on copies of the builders, for layers in scratch",
+        )
+        for builder, more in (
+            ("mla_v1:AscendMLAMetadataBuilder", ()),
+            ("sfa_v1:AscendSFAMetadataBuilder", ("kwargs",)),
+            ("indexer:AscendSFAIndexerMetadataBuilder", ()),
+        )
     ),
     Touchpoint(
         target="vllm_ascend.attention.mla_v1:AscendMLAImpl.forward",

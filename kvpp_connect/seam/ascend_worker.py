@@ -9,6 +9,7 @@ from kvpp_connect.layout import StageLayers
 from kvpp_connect.platforms.base import PLATFORMS
 from kvpp_connect.seam import ascend, ledger
 from kvpp_connect.seam.ascend_caches import PlacedCaches, tensor_bytes, with_indexers
+from kvpp_connect.seam.ascend_compact import AscendCompactForward
 from kvpp_connect.seam.ascend_hooks import AscendLayerHooks
 from kvpp_connect.seam.ascend_ledger import ASCEND_WORKER_LEDGER, SUPPORTED_ASCEND
 from kvpp_connect.seam.drafts import draft_cache_names
@@ -28,6 +29,7 @@ class KvppNPUWorker(KvppWorkerMixin, NPUWorker):
     device: torch.device
 
     _kvpp_hooks = AscendLayerHooks
+    _kvpp_compact = AscendCompactForward
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - passed through
         ledger.verify(ASCEND_WORKER_LEDGER, SUPPORTED_ASCEND)

@@ -150,6 +150,12 @@ def _tells_of_workers(connector: Any | None) -> bool:  # noqa: ANN401 - of any c
 def _check_names(vllm_config: "VllmConfig") -> None:
     for transfer in _transfers(vllm_config):
         connector = _connector_class(transfer)
+        if connector is None and not transfer.kv_connector_module_path and ascend.installed():
+            raise ConfigError(
+                f"enable_kvpp: connector {transfer.kv_connector!r} is not known by its name where "
+                "vllm-ascend is installed. Set kv_connector_module_path to "
+                f"{multi.CONNECTOR_MODULE!r}"
+            )
         if connector is not None and not connector.__module__.startswith("kvpp_connect."):
             raise ConfigError(
                 f"enable_kvpp: connector {transfer.kv_connector!r} is the one of "

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -26,15 +26,17 @@ from kvpp_connect.layout import (
     plan_group,
 )
 from kvpp_connect.platforms.base import Platform
-from kvpp_connect.seam.compact import CompactForward
 from kvpp_connect.seam.groups import GroupInfo, gather_in_group, world_groups
 from kvpp_connect.seam.hooks import LayerHooks
 from kvpp_connect.seam.older_vllm import has_sync_loads
+from kvpp_connect.seam.tensors import narrow_to_scratch
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    from kvpp_connect.seam.compact import CompactForward
 
 logger = get_logger(__name__)
 
@@ -71,6 +73,30 @@ def has_history(scheduler_output: "SchedulerOutput") -> bool:
     )
 
 
+class RunnerCompact(Protocol):
+    """Compact mode in one kind of model runner."""
+
+    def __init__(
+        self,
+        placement: RankPlacement,
+        payload: CompactPayload,
+        engine: PrefetchEngine,
+        runner: Any,  # noqa: ANN401 - the kind of runner
+    ) -> None: ...
+
+    def open(self, *, history: bool, start: bool = True) -> None:
+        """A step of real requests begins; arms the engine once the batch's blocks are known."""
+        ...
+
+    def close(self) -> None:
+        """The step is over."""
+        ...
+
+    def warming_up(self) -> AbstractContextManager[None]:
+        """Surround steps that vLLM makes up without its scheduler."""
+        ...
+
+
 class KvppRuntime:
     """KVPP in one worker. Life cycle: ``budget`` -> ``place`` -> ``attach`` -> ``forward``s."""
 
@@ -83,19 +109,23 @@ class KvppRuntime:
         group: GroupInfo,
         scratch: ScratchSize,
         hooks_class: type[LayerHooks] = LayerHooks,
+        compact_class: type[RunnerCompact] | None = None,
     ) -> None:
         self._config = config
         self._platform = platform
         self._group = group
         self._planner_bytes = planner_block_bytes
         self._hooks_class = hooks_class
+        self._compact_class = compact_class
         self._transport: GroupBroadcast | None = None
-        self._layout = plan_group(stage, group.group_size, platform.alignment_bytes, scratch)
+        self._layout = plan_group(
+            stage, group.group_size, platform.alignment_bytes, scratch, platform.block_numbers
+        )
         self._memory_bytes: int | None = None
         self._placement: RankPlacement | None = None
         self._engine: PrefetchEngine | None = None
         self._hooks: LayerHooks | None = None
-        self._compact: CompactForward | None = None
+        self._compact: RunnerCompact | None = None
         check_same_plan(self._layout, group)
 
     def budget(self, memory_bytes: int) -> int:
@@ -197,8 +227,9 @@ class KvppRuntime:
         if self._config.mode == "compact":
             payload = CompactPayload(placement, memory)
             self._engine = PrefetchEngine(placement, payload, transport, device, _gate)
-            _narrow_to_scratch(placement, layers)
-            self._compact = _compact_class(runner)(placement, payload, self._engine, runner)
+            narrow_to_scratch(placement, layers)
+            make_compact = self._compact_class or stock_compact(runner)
+            self._compact = make_compact(placement, payload, self._engine, runner)
         else:
             payload = FullPayload(placement, memory)
             self._engine = PrefetchEngine(placement, payload, transport, device, _gate)
@@ -226,7 +257,7 @@ class KvppRuntime:
         # What connectors load for this forward is not there yet: vLLM asks for it further down.
         loads = has_sync_loads(scheduler_output)
         if self._compact is not None:
-            # Armed by CompactForward, as soon as the runner knows the batch's blocks.
+            # Armed from inside the runner, as soon as it knows the batch's blocks.
             self._compact.open(history=history, start=not loads)
         elif history:
             engine.arm(start=not loads)
@@ -259,7 +290,8 @@ def check_same_plan(layout: GroupLayout, group: GroupInfo) -> None:
             )
 
 
-def _compact_class(runner: Any) -> type[CompactForward]:  # noqa: ANN401 - one of vLLM's two
+def stock_compact(runner: Any) -> "type[CompactForward]":  # noqa: ANN401 - vLLM's
+    """Compact mode in a model runner of stock vLLM."""
     if runner.vllm_config.use_v2_model_runner:
         from kvpp_connect.seam.compact_v2 import CompactForwardV2
 
@@ -267,11 +299,3 @@ def _compact_class(runner: Any) -> type[CompactForward]:  # noqa: ANN401 - one o
     from kvpp_connect.seam.compact_v1 import CompactForwardV1
 
     return CompactForwardV1
-
-
-def _narrow_to_scratch(placement: RankPlacement, layers: "dict[str, Any]") -> None:
-    """Cut the views of layers in scratch to the slot's blocks: beyond them lie other caches."""
-    for place in placement.components:
-        if not place.persistent:
-            layer = layers[place.component.layer_name]
-            layer.kv_cache = layer.kv_cache[: place.num_blocks]

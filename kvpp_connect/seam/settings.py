@@ -17,7 +17,7 @@ from kvpp_connect.layout import (
     running_obstacle,
     running_scratch,
 )
-from kvpp_connect.platforms.base import PLATFORMS
+from kvpp_connect.platforms.base import select_platform
 from kvpp_connect.seam import cuda_graphs, multi
 from kvpp_connect.seam.variants import variant
 
@@ -61,7 +61,10 @@ def _compact_needs_its_scheduler(vllm_config: "VllmConfig", config: KvppConfig) 
     chosen = vllm_config.scheduler_config.scheduler_cls
     if chosen in (None, *KVPP_SCHEDULERS):
         return None
-    return f"scheduler_cls is {chosen!r}, compact needs its own; remove --scheduler-cls"
+    return (
+        f"scheduler_cls is {chosen!r}, compact needs its own; remove --scheduler-cls, or the "
+        "setting that selects it"
+    )
 
 
 def _compact_needs_a_length(vllm_config: "VllmConfig", config: KvppConfig) -> str | None:
@@ -83,10 +86,10 @@ def _compact_needs_its_own_blocks(vllm_config: "VllmConfig", config: KvppConfig)
     )
 
 
-def _compact_needs_its_platform(vllm_config: "VllmConfig", config: KvppConfig) -> str | None:
+def _compact_needs_its_host(vllm_config: "VllmConfig", config: KvppConfig) -> str | None:
     del config
-    platform = PLATFORMS.get(vllm_config.device_config.device_type)
-    return (platform.compact_obstacle or None) if platform else None
+    host = variant(vllm_config.device_config.device_type)
+    return next(iter(host.compact_obstacles(vllm_config)), None)
 
 
 def _compact_needs_slots_at_replay(vllm_config: "VllmConfig", config: KvppConfig) -> str | None:
@@ -101,7 +104,7 @@ def _compact_needs_slots_at_replay(vllm_config: "VllmConfig", config: KvppConfig
 
 
 _COMPACT_CHECKS = (
-    _compact_needs_its_platform,
+    _compact_needs_its_host,
     _compact_needs_slots_at_replay,
     _compact_needs_its_scheduler,
     _compact_needs_a_length,
@@ -134,10 +137,11 @@ def settle_mode(
     The scheduler does not: it goes on holding requests to the blocks of compact's scratch.
 
     Raises:
-        ConfigError: compact was asked for and cannot be had.
+        ConfigError: compact was asked for and cannot be had, or KVPP does not run on the device.
     """
     choice = choose_mode(vllm_config, config)
-    obstacle = running_obstacle(stage)
+    platform = select_platform(vllm_config.device_config.device_type)
+    obstacle = running_obstacle(stage, platform.block_numbers)
     if choice.mode == "full" or not obstacle:
         return choice, scratch_size(vllm_config, config)
     if config.mode == "compact":

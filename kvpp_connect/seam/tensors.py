@@ -88,5 +88,22 @@ def check_bound(
             )
 
 
+def narrow_to_scratch(placement: RankPlacement, layers: dict[str, Any]) -> None:
+    """Cut the views of layers in scratch to the slot's blocks: beyond them lie other caches.
+
+    Args:
+        layers: vLLM's layers by name, each with one tensor bound to it or with several.
+    """
+    blocks = placement.scratch_blocks
+    for place in placement.components:
+        name, _, number = place.component.layer_name.partition("/")
+        if place.persistent or number:
+            continue
+        bound = layers[name].kv_cache
+        layers[name].kv_cache = (
+            tuple(cache[:blocks] for cache in bound) if isinstance(bound, tuple) else bound[:blocks]
+        )
+
+
 def _is_an_allocation() -> bool:
     return "shared_by" in {field.name for field in fields(KVCacheTensor)}

@@ -29,6 +29,7 @@ class Variant:
         touchpoints: the symbols that the seam leans on there.
         supported: the versions, in words.
         problems: settings that KVPP cannot run with there, beyond those of every vLLM.
+        compact_obstacles: settings that compact mode cannot run with there, likewise.
         settle_defaults: fills what the user left open, before vLLM's own defaults do.
         settle: changes a configuration in which nothing is wrong.
         serves_kvpp: whether it has a KVPP of its own, which then serves ``enable_kvpp``.
@@ -37,6 +38,7 @@ class Variant:
     touchpoints: tuple[ledger.Touchpoint, ...] = ledger.LEDGER
     supported: str = ledger.SUPPORTED
     problems: Callable[["VllmConfig"], Iterable[str]] = _no_problems
+    compact_obstacles: Callable[["VllmConfig"], Iterable[str]] = _no_problems
     settle_defaults: Callable[["VllmConfig"], None] = _nothing
     settle: Callable[["VllmConfig"], None] = _nothing
     serves_kvpp: Callable[[], bool] = bool  # no
@@ -63,6 +65,7 @@ _VARIANTS = {
         touchpoints=ASCEND_CONFIG_LEDGER,
         supported=SUPPORTED_ASCEND,
         problems=ascend.problems,
+        compact_obstacles=ascend.compact_obstacles,
         serves_kvpp=ascend.has_own_kvpp,
     ),
 }

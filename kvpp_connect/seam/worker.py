@@ -13,7 +13,7 @@ from kvpp_connect.seam.drafts import draft_cache_names
 from kvpp_connect.seam.groups import group_info
 from kvpp_connect.seam.hooks import LayerHooks
 from kvpp_connect.seam.runner_v2_ledger import RUNNER_V2_LEDGER
-from kvpp_connect.seam.runtime import KvppRuntime
+from kvpp_connect.seam.runtime import KvppRuntime, RunnerCompact
 from kvpp_connect.seam.settings import settle_mode
 from kvpp_connect.seam.specs import planner_block_bytes, stage_from_specs
 from kvpp_connect.seam.tensors import bound_allocation, placed
@@ -35,6 +35,7 @@ class KvppWorkerMixin:
     model_runner: Any
     _kvpp: KvppRuntime | None = None
     _kvpp_hooks: type[LayerHooks] = LayerHooks
+    _kvpp_compact: type[RunnerCompact] | None = None  # what stock vLLM's runner needs
 
     def _kvpp_runtime(self) -> KvppRuntime:
         if self._kvpp is None:
@@ -51,7 +52,14 @@ class KvppWorkerMixin:
                 logger.info("KVPP full instead of compact: %s", choice.reason)
             settled = replace(config, mode=choice.mode)
             self._kvpp = KvppRuntime(
-                settled, platform, stage, block_bytes, group, scratch, self._kvpp_hooks
+                settled,
+                platform,
+                stage,
+                block_bytes,
+                group,
+                scratch,
+                self._kvpp_hooks,
+                self._kvpp_compact,
             )
         return self._kvpp
 

@@ -12,6 +12,7 @@ CONNECTOR = {
     "kv_connector_module_path": "kvpp_connect.connectors",
     "kv_connector_extra_config": {"protocol": "tcp", "host": "127.0.0.1"},
 }
+FULL = {"enable_kvpp": True, "kvpp": {"mode": "full"}}
 INDEXER = {
     "architectures": ["DeepseekV32ForCausalLM"],
     "model_type": "deepseek_v32",
@@ -38,7 +39,7 @@ def engine_config(model, ranks, *, kvpp=True, role="", drafts=0, **more):
     from vllm.engine.arg_utils import EngineArgs
 
     transfer = more.pop("transfer", {})
-    more.setdefault("additional_config", {"enable_kvpp": True} if kvpp else {})
+    more.setdefault("additional_config", FULL if kvpp else {})
     if role:
         transfer = CONNECTOR | {"kv_role": role} | transfer
     if transfer:

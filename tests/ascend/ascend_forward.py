@@ -40,6 +40,7 @@ def scheduled(kind, tokens):
         total_num_scheduled_tokens=tokens,
         scheduled_new_reqs=[] if kind == "decode" else new,
         scheduled_cached_reqs=running if kind == "decode" else nobody,
+        kv_connector_metadata=None,
     )
 
 

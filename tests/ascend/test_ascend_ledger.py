@@ -90,17 +90,23 @@ def test_what_cannot_work_is_refused_by_name_with_the_configuration():
         print(">", "worker_cls is 'my.Worker'" in said(worker_cls="my.Worker"))
         print(">", "has 1 rank" in said(ranks=1))
         compact = {on}, "kvpp": {{"mode": "compact"}}}}
-        print(">", "compact is not possible: vllm-ascend's model runner" in
-              said(additional_config=compact))
+        print(">", said(additional_config=compact) == ours)
+        optimised = compact | {{"c8_enable_reshape_optim": True}}
+        print(">", "compact is not possible: additional_config.c8_enable_reshape_optim" in
+              said(additional_config=optimised))
+        jobs = {{"scheduler_config": {{"batch_job_sched_config": {{"enabled": True}}}}}}
+        print(">", "compact is not possible: scheduler_cls is 'vllm_ascend" in
+              said(additional_config=compact | jobs))
+        print(">", said(additional_config={on}}} | jobs) == ours)
         print(">", "connector 'MooncakeConnectorV1'" in said(transfer=dict(
             kv_connector="MooncakeConnectorV1", kv_role="kv_producer")))
-        print(">", "'MooncakeConnectorV2' does not know" in said(transfer=dict(
+        print(">", "'MooncakeConnectorV2' is not known by its name" in said(transfer=dict(
             kv_connector="MooncakeConnectorV2", kv_role="kv_producer")))
         import os; os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         print(">", "VLLM_USE_V2_MODEL_RUNNER=0" in said())
     """)
         )
-        == ["True"] * 8
+        == ["True"] * 11
     )
 
 
@@ -129,7 +135,7 @@ def test_a_vllm_ascend_with_a_kvpp_of_its_own_keeps_its_worker(tmp_path):
         name = "vllm_ascend.core.kv_cache_placement"
         sys.modules[name] = types.ModuleType(name)
         sys.modules[name].__spec__ = importlib.machinery.ModuleSpec(name, None)
-        print(">", said())
+        print(">", said(additional_config={"enable_kvpp": True}))
         options = {"enable_kvpp": True, "kvpp": {"mode": "full"}}
         print(">", "a KVPP of its own, which does not read them" in said(additional_config=options))
     """)

@@ -14,6 +14,8 @@ from builders import bundle_stage
 from kvpp_connect.layout import GroupLayout, RunningScratch, plan_group
 
 BLOCKS, SCRATCH_BLOCKS = 6, 4
+# The last one is compact with one block table for all components of a layer.
+MODES = ("full", "compact", "one numbering")
 LOADED = 1000  # versions from here on were not computed but loaded
 
 
@@ -110,7 +112,11 @@ class Program:
 
 
 def random_program(seed, mode, *, pool=None, num_forwards=4):
-    """``pool``: whether there are loads and puts; default: in every second program."""
+    """A program in one of ``MODES``.
+
+    Args:
+        pool: whether there are loads and puts; default: in every second program.
+    """
     random = Random(f"program {seed}")
     layout = _random_layout(random, mode)
     forwards = _random_forwards(random, mode, num_forwards)
@@ -137,12 +143,13 @@ def _random_layout(random, mode):
         bundle_stage(bundles, drafts),
         random.choice((2, 2, 3, 4)),
         random.choice((1, 16)),
-        scratch if mode == "compact" else None,
+        None if mode == "full" else scratch,
+        "layer" if mode == "one numbering" else "component",
     )
 
 
 def _random_forwards(random, mode, count):
-    most = SCRATCH_BLOCKS if mode == "compact" else BLOCKS
+    most = BLOCKS if mode == "full" else SCRATCH_BLOCKS
     forwards = []
     for number in range(count):
         history = number > 0 and random.random() < 0.8

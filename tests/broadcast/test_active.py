@@ -83,8 +83,9 @@ def test_the_owner_sends_exactly_the_active_blocks_out_of_its_own_slot():
     blocks = memory[bundle.offset : bundle.offset + bundle.size].view(BLOCKS, 8)
     blocks[:] = torch.arange(BLOCKS, dtype=torch.uint8).unsqueeze(1)
     payload.use(active_blocks(9, 2, 17))
-    sent = payload.bytes_of(0)
-    payload.gather(0).into(sent)
+    (piece,) = payload.pieces(0)
+    sent = piece.data
+    piece.gather.into(sent)
     assert sent.view(3, 8)[:, 0].tolist() == [2, 9, 17]
     assert sent.data_ptr() - memory.data_ptr() == bundle.slot_offset
     assert blocks[:, 0].tolist() == list(range(BLOCKS))
@@ -93,8 +94,9 @@ def test_the_owner_sends_exactly_the_active_blocks_out_of_its_own_slot():
 def test_the_others_receive_into_the_place_where_the_layer_looks():
     payload, placement, memory = compact_rank(1)
     payload.use(active_blocks(9, 2, 17))
-    received = payload.bytes_of(0)
-    assert payload.gather(0) is None
+    (piece,) = payload.pieces(0)
+    received = piece.data
+    assert piece.gather is None
     assert received.numel() == 3 * 8
     place = placement.by_layer_name["model.layers.0.self_attn.c0"]
     assert received.data_ptr() - memory.data_ptr() == place.offset
@@ -116,10 +118,11 @@ def test_two_components_travel_as_one_range_and_arrive_where_the_layer_looks():
     active = active_blocks(9, 2, 17)
     sender.use(active)
     receiver.use(active)
-    sent = sender.bytes_of(0)
-    sender.gather(0).into(sent)
+    (piece,) = sender.pieces(0)
+    sent = piece.data
+    piece.gather.into(sent)
     assert sent.numel() == 3 * (8 + 3)
-    receiver.bytes_of(0).copy_(sent)
+    receiver.pieces(0)[0].data.copy_(sent)
     for name, sign in (("c0", 1), ("c1", 100)):
         place = here.by_layer_name[f"model.layers.0.self_attn.{name}"]
         blocks = memory[place.offset : place.offset + place.size].view(place.num_blocks, -1)

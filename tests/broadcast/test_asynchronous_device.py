@@ -1,6 +1,6 @@
 """The engine on devices that run late and in any order: right bytes, no event too few or too many.
 
-``--schedules`` says how many programs are tried in each of four ways, each in one schedule of its
+``--schedules`` says how many programs are tried in each of six ways, each in one schedule of its
 seed. ``--first-schedule`` is the first seed; with ``--schedules 1`` it repeats one that failed.
 """
 
@@ -9,12 +9,12 @@ from random import Random
 
 import pytest
 from simulated_machine import DeadlockError
-from simulated_programs import BLOCKS, WrongBytesError, random_program
+from simulated_programs import BLOCKS, MODES, WrongBytesError, random_program
 from simulated_ranks import Group, run
 from simulated_shadow import RaceError
 from simulated_wire import Manners
 
-MODES = pytest.mark.parametrize("mode", ["full", "compact"])
+EACH_MODE = pytest.mark.parametrize("mode", MODES)
 
 # What orders the streams, seen from one rank, and why nothing else does.
 ENGINE_EDGES = {
@@ -57,7 +57,7 @@ def try_all(seeds, run_one):
             raise
 
 
-@MODES
+@EACH_MODE
 @pytest.mark.parametrize("host_blocking", [False, True], ids=["streams", "host-blocking"])
 @pytest.mark.timeout(0)
 def test_every_layer_reads_the_right_bytes_on_every_rank(request, mode, host_blocking):
@@ -78,14 +78,14 @@ def test_one_program_survives_many_schedules(mode, number):
     try_all(range(40), lambda seed: run(program, seed))
 
 
-@MODES
+@EACH_MODE
 def test_no_host_waits_for_a_device_without_a_pool(mode):
     try_all(
         range(20), lambda seed: run(random_program(seed, mode, pool=False), seed, hosts_first=True)
     )
 
 
-@MODES
+@EACH_MODE
 @pytest.mark.parametrize("edge", ENGINE_EDGES | POOL_EDGES)
 def test_without_any_one_edge_somebody_reads_wrong_bytes(mode, edge):
     for seed in range(400):
@@ -100,7 +100,7 @@ def test_without_any_one_edge_somebody_reads_wrong_bytes(mode, edge):
         run(program, seed, without=edge)
 
 
-@MODES
+@EACH_MODE
 def test_the_list_of_edges_is_complete(mode):
     seen = set()
     for seed in range(20):
@@ -115,7 +115,7 @@ def test_events_are_reserved_at_start_and_none_are_made_in_a_forward():
         assert {rank.device.events for rank in group.ranks} == {2 + slots}
 
 
-@MODES
+@EACH_MODE
 def test_collectives_that_spin_alone_on_a_device_stop_all_ranks_unless_hosts_order_them(mode):
     """NCCL's broadcast beside the model's all-reduce: NCCL_LAUNCH_ORDER_IMPLICIT orders them."""
     alone, ordered = (Manners(meets=True, alone=True, in_order=o) for o in (False, True))
@@ -130,7 +130,7 @@ def test_collectives_that_spin_alone_on_a_device_stop_all_ranks_unless_hosts_ord
     assert stopped
 
 
-@MODES
+@EACH_MODE
 @pytest.mark.parametrize("host_blocking", [False, True], ids=["streams", "host-blocking"])
 def test_a_forward_that_fails_in_the_middle_leaves_no_wrong_bytes_behind(mode, host_blocking):
     def run_one(seed):
@@ -142,7 +142,7 @@ def test_a_forward_that_fails_in_the_middle_leaves_no_wrong_bytes_behind(mode, h
     try_all(range(40), run_one)
 
 
-@MODES
+@EACH_MODE
 def test_the_programs_cover_what_they_should(mode):
     programs = [random_program(seed, mode) for seed in range(100)]
     layouts = [program.layout for program in programs]
@@ -156,9 +156,7 @@ def test_the_programs_cover_what_they_should(mode):
     assert {bool(layout.stage.drafts) for layout in layouts} == {True, False}
     forwards = [f for program in programs for f in program.forwards]
     assert {f.history for f in forwards if f.number} == {True, False}
-    assert {len(f.active) for f in forwards} == set(
-        range(1, 5 if mode == "compact" else 1 + BLOCKS)
-    )
+    assert {len(f.active) for f in forwards} == set(range(1, 1 + BLOCKS if mode == "full" else 5))
     loads = [load for program in programs for load in program.loads]
     assert {load.use - load.begin for load in loads} == {0, 1, 2}
     assert any(program.puts for program in programs)

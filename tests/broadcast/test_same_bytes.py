@@ -192,6 +192,9 @@ def run_step(ranks, step):
             rank.engine.finish()
 
 
+SCRATCH = RunningScratch(least=RUNNING_BLOCKS, most=RUNNING_BLOCKS)
+
+
 @pytest.mark.parametrize("mode", ["plain", "full", "compact"])
 @settings(deadline=None, max_examples=25)
 @given(
@@ -205,11 +208,31 @@ def run_step(ranks, step):
 def test_each_request_reads_its_own_tokens_in_every_layer(
     mode, bundles, group_size, alignment, seed
 ):
-    scratch = RunningScratch(least=RUNNING_BLOCKS, most=RUNNING_BLOCKS)
     size = 1 if mode == "plain" else group_size
-    layout = plan_group(
-        bundle_stage(bundles), size, alignment, scratch if mode == "compact" else None
+    check_traffic(
+        plan_group(bundle_stage(bundles), size, alignment, SCRATCH if mode == "compact" else None),
+        seed,
     )
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    bundles=st.lists(
+        st.lists(st.sampled_from([8, 12, 20]), min_size=1, max_size=4), min_size=1, max_size=5
+    ),
+    group_size=st.integers(2, 4),
+    alignment=st.sampled_from([1, 64]),
+    seed=st.integers(0, 10**6),
+)
+def test_so_it_does_where_all_caches_of_a_layer_have_the_same_block_numbers(
+    bundles, group_size, alignment, seed
+):
+    layout = plan_group(bundle_stage(bundles), group_size, alignment, SCRATCH, "layer")
+    check_traffic(layout, seed)
+
+
+def check_traffic(layout, seed):
+    size = layout.group_size
     transport = LockstepTransport(size, seed)
     ranks = [Rank(layout, rank, transport) for rank in range(size)]
     traffic = Traffic(seed, NUM_BLOCKS, RUNNING_BLOCKS)

@@ -160,17 +160,17 @@ def _leave_index_keys_behind() -> None:
 
     from kvpp_connect.broadcast.payload import CompactPayload
 
-    bytes_of, gather = CompactPayload.bytes_of, CompactPayload.gather
+    pieces = CompactPayload.pieces
 
-    def main_bytes_of(self: Any, ordinal: int) -> Any:
+    def main_pieces(self: Any, ordinal: int) -> Any:
         main = self._placement.bundles[ordinal].scratch[0]
-        return bytes_of(self, ordinal)[: main.used_range(len(self._active))[1]]
+        (both,) = pieces(self, ordinal)
+        gather = both.gather and replace(both.gather, caches=both.gather.caches[:1])
+        return (
+            replace(both, data=both.data[: main.used_range(len(self._active))[1]], gather=gather),
+        )
 
-    def main_gather(self: Any, ordinal: int) -> Any:
-        both = gather(self, ordinal)
-        return both and replace(both, caches=both.caches[:1])
-
-    CompactPayload.bytes_of, CompactPayload.gather = main_bytes_of, main_gather
+    CompactPayload.pieces = main_pieces
 
 
 def _shift_owners() -> None:

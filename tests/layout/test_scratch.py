@@ -93,7 +93,8 @@ def test_the_blocks_that_a_forward_uses_are_one_range_of_the_slot_and_nothing_el
             assert [p.component for p in bundle.scratch] == list(target.components)
             assert bundle.components == bundle.scratch or bundle.owner == rank
             for used in range(1, placement.scratch_blocks + 1):
-                start, length = bundle.used_range(used)
+                (run,) = bundle.runs
+                start, length = bundle.used_range(run, used)
                 pieces = [place.used_range(used) for place in bundle.scratch]
                 assert length == used * target.page_bytes
                 assert [n for _, n in pieces] == [used * c.page_bytes for c in target.components]
@@ -106,18 +107,50 @@ def test_the_blocks_that_a_forward_uses_are_one_range_of_the_slot_and_nothing_el
                     assert offset + length <= place.offset + place.size
 
 
+@given(
+    bundles=st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=4), min_size=1, max_size=9),
+    group_size=st.integers(1, 5),
+    num_blocks=st.integers(1, 60),
+    alignment=st.sampled_from([1, 8, 64]),
+    size=sizes,
+)
+def test_with_one_numbering_each_component_begins_at_its_own_aligned_base(
+    bundles, group_size, num_blocks, alignment, size
+):
+    layout = plan_group(bundle_stage(bundles), group_size, alignment, size, "layer")
+    for rank in range(group_size):
+        placement = place_rank(layout, rank, num_blocks)
+        for bundle in placement.bundles:
+            slot_end = bundle.slot_offset + layout.slot_bytes(num_blocks)
+            assert len(bundle.runs) == len(bundle.scratch)
+            for used in range(1, placement.scratch_blocks + 1):
+                ranges = [bundle.used_range(run, used) for run in bundle.runs]
+                assert ranges == [
+                    (place.offset, used * place.component.page_bytes) for place in bundle.scratch
+                ]
+                for (start, length), after in zip(
+                    ranges, [*(start for start, _ in ranges[1:]), slot_end], strict=True
+                ):
+                    assert start % alignment == 0
+                    assert start + length <= after
+            for place in bundle.scratch:
+                assert place.first_block(1) == 0
+                view_end = place.offset + place.component.page_bytes * num_blocks
+                assert view_end <= placement.total_bytes
+
+
 def test_two_components_meet_in_the_middle_by_hand():
     # Slots of 4 blocks; pages of 10 and 3 bytes; the first component ends where 8 divides.
     scratch = RunningScratch(least=4, most=4)
     placement = place_rank(plan_group(bundle_stage([[10, 3], [10]]), 2, 8, scratch), 1, 9)
     both, main = placement.bundles
     assert [(p.offset, p.from_back) for p in both.scratch] == [(0, True), (40, False)]
-    assert both.used_range(3) == (10, 39)
+    assert both.used_range(both.runs[0], 3) == (10, 39)
     assert [place.first_block(3) for place in both.scratch] == [1, 0]
     assert main.scratch[0].from_back is False
     odd = place_rank(plan_group(bundle_stage([[9, 3]]), 2, 8, scratch), 1, 9).bundles[0]
     assert [p.offset for p in odd.scratch] == [4, 40]
-    assert odd.used_range(1) == (31, 12)
+    assert odd.used_range(odd.runs[0], 1) == (31, 12)
 
 
 def test_three_components_of_one_layer_are_refused_with_the_way_out():
@@ -125,6 +158,7 @@ def test_three_components_of_one_layer_are_refused_with_the_way_out():
     with pytest.raises(LayoutError, match=r"3 cache components.*kvpp\.mode to full"):
         plan_group(bundle_stage([[4], [4, 2, 2]]), 2, 1, scratch)
     plan_group(bundle_stage([[4], [4, 2, 2]]), 2)
+    plan_group(bundle_stage([[4], [4, 2, 2]]), 2, 1, scratch, "layer")
 
 
 @pytest.mark.parametrize(

@@ -209,7 +209,7 @@ class KvppRuntime:
         To be called before memory is measured, where broadcasts go through a device's collective.
         Collective over the world.
         """
-        first = torch.zeros(1, dtype=torch.uint8, device=device)
+        first = torch.zeros(1, dtype=torch.int8, device=device)
         self.connect().start(first, source_rank=0).wait()
 
     def attach(

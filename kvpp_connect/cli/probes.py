@@ -16,6 +16,7 @@ from kvpp_connect import __version__
 from kvpp_connect.errors import KvppError
 from kvpp_connect.planning.units import format_bytes
 from kvpp_connect.seam import ledger
+from kvpp_connect.seam.variants import variant
 
 State = Literal["ok", "note", "fail"]
 
@@ -52,12 +53,16 @@ class Finding:
     way_out: str = ""
 
 
-def versions() -> Iterator[Finding]:
-    """Python, kvpp-connect, vLLM and whether it is one that the seam knows."""
+def versions(supported: tuple[str, ...] = ledger.SUPPORTED_VLLM) -> Iterator[Finding]:
+    """Python, kvpp-connect, vLLM and whether it is one that the seam knows.
+
+    Args:
+        supported: bounds of vLLM's version, such as ``>= 0.32``.
+    """
     python = ".".join(str(part) for part in sys.version_info[:3])
     yield Finding(topic="kvpp-connect", state="ok", said=f"{__version__}, Python {python}")
     found = ledger.vllm_version()
-    wanted = " and ".join(ledger.SUPPORTED_VLLM)
+    wanted = " and ".join(supported)
     if found == "unknown":
         yield Finding(
             topic="vLLM",
@@ -65,7 +70,7 @@ def versions() -> Iterator[Finding]:
             said="not installed",
             way_out=f"install vLLM {wanted}: pip install 'kvpp-connect[cpu]' or [cuda]",
         )
-    elif not is_supported(found):
+    elif not is_supported(found, supported):
         yield Finding(
             topic="vLLM",
             state="fail",
@@ -76,14 +81,14 @@ def versions() -> Iterator[Finding]:
         yield Finding(topic="vLLM", state="ok", said=f"{found}, supported: {wanted}")
 
 
-def is_supported(version: str) -> bool:
-    """Whether a vLLM release lies in the ledger's range, by its first two numbers."""
+def is_supported(version: str, supported: tuple[str, ...] = ledger.SUPPORTED_VLLM) -> bool:
+    """Whether a vLLM release lies in a range, by its first two numbers."""
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None:
         return False
     numbers = (int(match[1]), int(match[2]))
     checks = {">=": numbers.__ge__, "<": numbers.__lt__}
-    for bound in ledger.SUPPORTED_VLLM:
+    for bound in supported:
         sign, limit = bound.split()
         major, minor = limit.split(".")
         if checks[sign]((int(major), int(minor))) is not True:
@@ -91,10 +96,11 @@ def is_supported(version: str) -> bool:
     return True
 
 
-def touchpoints() -> Iterator[Finding]:
+def touchpoints(device_type: str) -> Iterator[Finding]:
     """Whether the installed vLLM looks as the seam expects; imports it."""
+    host = variant(device_type)
     try:
-        ledger.verify()
+        host.verify()
     except KvppError as error:
         yield Finding(
             topic="vLLM seam",
@@ -110,7 +116,7 @@ def touchpoints() -> Iterator[Finding]:
             way_out="mend the installation until `python -c 'import vllm'` works",
         )
     else:
-        said = f"all {len(ledger.LEDGER)} symbols look as expected"
+        said = f"all {len(host.touchpoints)} symbols look as expected"
         yield Finding(topic="vLLM seam", state="ok", said=said)
 
 

@@ -38,7 +38,7 @@ def machine(monkeypatch):
         facts.asked = (path, arguments, additional, transfer)
         return facts.deployments
 
-    monkeypatch.setattr(probes, "touchpoints", lambda: iter(()))
+    monkeypatch.setattr(probes, "touchpoints", lambda device_type: iter(()))
     monkeypatch.setattr(probes, "mooncake", lambda *_, **__: iter(()))
     monkeypatch.setattr(checks, "deployment_problems", judge)
     monkeypatch.setattr(checks, "host_address", lambda: "127.0.0.1")

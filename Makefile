@@ -1,7 +1,7 @@
 MAKEFLAGS += --no-print-directory
 PYTEST := .venv/bin/python -m pytest
 
-.PHONY: help setup lint type test test-unit test-ascend soak demo docs clean
+.PHONY: help setup lint type test test-unit test-ascend test-npu soak demo docs clean
 .DEFAULT_GOAL := help
 
 help: ## print this list
@@ -30,6 +30,9 @@ test-unit: setup ## run the tests that start no other process
 test-ascend: ## run the contract tests with vllm-ascend, on CPU tensors, in .venv-ascend
 	@bash scripts/setup_ascend.sh
 	PYTHONPATH=tests/ascend/stub .venv-ascend/bin/python -m pytest tests/ascend --timeout=600
+
+test-npu: ## run the tests that need NPUs, with PYTHON (python3), where vllm-ascend is installed
+	$${PYTHON:-python3} -m pytest tests/npu -m npu --timeout=1200
 
 soak: setup ## hurt P/D nodes, then a pool, on fresh seeds for SOAK_S seconds each (600), then fuzz
 	$(PYTEST) tests/chaos/test_soak.py -s --chaos-soak-s $${SOAK_S:-600}

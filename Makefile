@@ -1,12 +1,12 @@
 MAKEFLAGS += --no-print-directory
 PYTEST := .venv/bin/python -m pytest
 
-.PHONY: help setup lint type test test-unit test-gpu test-ascend test-runner-v2 contract soak demo \
-	docs clean
+.PHONY: help setup lint type test test-unit test-gpu test-npu test-ascend test-runner-v2 contract soak \
+	demo docs clean
 .DEFAULT_GOAL := help
 
 help: ## print this list
-	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+	@sed -n 's/^\([a-z0-9-]*\):[^#]*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 
 setup: ## make .venv and all it needs; the other targets do this themselves
 	@bash scripts/setup.sh
@@ -35,6 +35,9 @@ test-ascend: ## run the contract tests with vllm-ascend, on CPU tensors, in .ven
 # Without setup: it runs in an environment with vLLM or torch for CUDA, which .venv is not.
 test-gpu: ## run the tests that need CUDA devices, with PYTHON (python3); on one GPU or on several
 	$${PYTHON:-python3} -m pytest tests/gpu -m gpu --timeout=900
+
+test-npu: ## run the tests that need NPUs, with PYTHON (python3), where vllm-ascend is installed
+	$${PYTHON:-python3} -m pytest tests/npu -m npu --timeout=1200
 
 test-runner-v2: setup ## run real servers with model runner V2, its kernels in Triton's interpreter
 	@bash scripts/setup_triton.sh

@@ -55,9 +55,13 @@ def doctor(
     Example: can this decode node reach the prefill node?
       $ kvpp doctor --producer 10.0.0.7:7000
     """
-    from kvpp_connect.cli import gpu_probes, probes
+    from kvpp_connect.cli import ascend_probes, gpu_probes, probes
+    from kvpp_connect.seam import ascend
 
-    findings: list[Finding] = [*probes.versions()]
+    packages = ascend_probes.versions()
+    has_npus = ascend_probes.is_ascend(packages)
+    vllms = {"supported": ascend_probes.SUPPORTED_VLLM} if has_npus else {}
+    findings: list[Finding] = [*probes.versions(**vllms)]
     transfer, found = _parse_json(kv_transfer_config, "--kv-transfer-config")
     findings += found
     additional, found = _parse_json(additional_config, "--additional-config")
@@ -65,10 +69,14 @@ def doctor(
     keys = [*_configuration(transfer, additional)]
     findings += keys
     connectors = [] if _has_failure(keys) else connectors_of(transfer)
-    if gpu_probes.is_cuda():
+    device_type = "npu" if has_npus else "cuda" if gpu_probes.is_cuda() else "cpu"
+    if has_npus:
+        findings += ascend_probes.probe(packages, tp, transfers=bool(transfer))
+    elif device_type == "cuda":
         findings += gpu_probes.cuda(tp, kvpp=_wants_kvpp(additional))
     if _is_installed(findings):
-        findings += probes.touchpoints("cuda" if gpu_probes.is_cuda() else "cpu")
+        if not ascend.has_own_kvpp():
+            findings += probes.touchpoints(device_type)
         if path is not None and not _has_failure(keys):
             arguments = [f"--tensor-parallel-size={tp}", *(serve_arguments or ())]
             findings += _deployment(path, arguments, additional, transfer)

@@ -56,12 +56,16 @@ class Finding:
     way_out: str = ""
 
 
-def versions() -> Iterator[Finding]:
-    """Python, kvpp-connect, vLLM and whether it is one that the seam knows."""
+def versions(supported: tuple[str, ...] = ledger.SUPPORTED_VLLM) -> Iterator[Finding]:
+    """Python, kvpp-connect, vLLM and whether it is one that the seam knows.
+
+    Args:
+        supported: bounds of vLLM's version, such as ``>= 0.32``.
+    """
     python = ".".join(str(part) for part in sys.version_info[:3])
     yield Finding(topic="kvpp-connect", state="ok", said=f"{__version__}, Python {python}")
     found = ledger.vllm_version()
-    wanted = " and ".join(ledger.SUPPORTED_VLLM)
+    wanted = " and ".join(supported)
     if found == "unknown":
         yield Finding(
             topic="vLLM",
@@ -69,7 +73,7 @@ def versions() -> Iterator[Finding]:
             said="not installed",
             way_out=f"install vLLM {wanted}: pip install 'kvpp-connect[cpu]' or [cuda]",
         )
-    elif not is_supported(found):
+    elif not is_supported(found, supported):
         yield Finding(
             topic="vLLM",
             state="fail",
@@ -80,14 +84,14 @@ def versions() -> Iterator[Finding]:
         yield Finding(topic="vLLM", state="ok", said=f"{found}, supported: {wanted}")
 
 
-def is_supported(version: str) -> bool:
-    """Whether a vLLM release lies in the ledger's range, by its first two numbers."""
+def is_supported(version: str, supported: tuple[str, ...] = ledger.SUPPORTED_VLLM) -> bool:
+    """Whether a vLLM release lies in a range, by its first two numbers."""
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None:
         return False
     numbers = (int(match[1]), int(match[2]))
     checks = {">=": numbers.__ge__, "<": numbers.__lt__}
-    for bound in ledger.SUPPORTED_VLLM:
+    for bound in supported:
         sign, limit = bound.split()
         major, minor = limit.split(".")
         if checks[sign]((int(major), int(minor))) is not True:

@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+pytestmark = pytest.mark.distributed  # each question is asked in a process of its own
+
 TESTS = str(Path(__file__).parents[1])
 
 

@@ -1,5 +1,6 @@
 MAKEFLAGS += --no-print-directory
 PYTEST := .venv/bin/python -m pytest
+ASCEND_PYTEST := PYTHONPATH=tests/ascend/stub .venv-ascend/bin/python -m pytest
 
 .PHONY: help setup lint type test test-unit test-gpu test-npu test-ascend test-runner-v2 contract soak \
 	demo docs clean
@@ -28,9 +29,13 @@ test: setup test-unit ## run all tests: unit, then distributed, then real vLLM s
 test-unit: setup ## run the tests that start no other process
 	$(PYTEST) -m "not distributed and not e2e and not gpu"
 
-test-ascend: ## run the contract tests with vllm-ascend, on CPU tensors, in .venv-ascend
+test-ascend: ## run tests with vllm-ascend and its vLLM, on CPU tensors, in .venv-ascend
 	@bash scripts/setup_ascend.sh
-	PYTHONPATH=tests/ascend/stub .venv-ascend/bin/python -m pytest tests/ascend --timeout=600
+	$(ASCEND_PYTEST) tests/ascend --timeout=600
+	$(ASCEND_PYTEST) tests/connectors -m "not distributed and not e2e"
+	VLLM_PLUGINS=ascend,ascend_kv_connector $(ASCEND_PYTEST) tests/chaos/test_chaos.py \
+		tests/chaos/test_pool_faults.py tests/chaos/test_multi_faults.py --timeout=600 \
+		-k "(without_faults or everything_at_once) and not [sync] and not layerwise"
 
 # Without setup: it runs in an environment with vLLM or torch for CUDA, which .venv is not.
 test-gpu: ## run the tests that need CUDA devices, with PYTHON (python3); on one GPU or on several

@@ -4,6 +4,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -254,14 +255,21 @@ class ControlClient:
         if self._socket is not None and self._monitor.poll(0):
             # A handshake failed while nobody asked, as when the producer was restarted.
             self._drop()
+        is_new = self._socket is None
         socket = self._socket or self._connect()
-        socket.send(wire.encode(question))
+        # A connection whose handshake has failed already takes nothing, and the monitor says so.
+        with suppress(zmq.Again):
+            socket.send(wire.encode(question), flags=zmq.NOBLOCK)
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
         ready = dict(poller.poll(int(timeout_s * 1000)))
         if socket in ready:
             return socket.recv()
+        if ready and not is_new:
+            # The same, noticed a moment later.
+            self._drop()
+            return self._send(question, timeout_s)
         if ready:
             mine = "this node has a control_secret_file" if self._keys else "this node has none"
             raise UnreachableError(

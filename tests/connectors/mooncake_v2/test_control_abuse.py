@@ -201,6 +201,30 @@ def test_another_secret_or_none_is_a_clear_error_at_once_and_is_counted(
     assert_serves(server, server_keys)
 
 
+def test_a_connection_that_is_gone_before_the_question_is_sent_holds_nobody_up(serve, monkeypatch):
+    """As on a machine that pauses between the two: nothing takes the question then."""
+    connect = ControlClient._connect  # noqa: SLF001 - the moment cannot be had otherwise
+
+    def connect_too_early(client):
+        for _ in range(20):  # ZeroMQ may also try again, on the same connection
+            socket = connect(client)
+            gives_up = time.monotonic() + 1
+            while time.monotonic() < gives_up:
+                if not socket.poll(0, zmq.POLLOUT):
+                    return socket
+                time.sleep(0.02)
+            client._drop()  # noqa: SLF001
+        return pytest.fail("no connection has gone")
+
+    monkeypatch.setattr(ControlClient, "_connect", connect_too_early)
+    server = serve(keys=KEYS)
+    with (
+        ControlClient("127.0.0.1", server.port, 2, None) as client,
+        pytest.raises(UnreachableError, match="control_secret_file must name the same"),
+    ):
+        client.ask(wire.Confirm(LEASE))
+
+
 def test_the_server_s_key_alone_lets_nobody_in(serve):
     """Who learns the server's public key still lacks the client's pair."""
     asked = []

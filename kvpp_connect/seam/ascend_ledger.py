@@ -35,7 +35,6 @@ ASCEND_CONFIG_LEDGER: tuple[Touchpoint, ...] = (
             "scheduled_cached_reqs",
             "total_num_scheduled_tokens",
             "finished_req_ids",
-            "kv_connector_metadata",
         ),
         why="tells whether a forward has history; connectors: the requests of a step",
     ),

@@ -40,10 +40,11 @@ TELLS_SYNC_LOADS = "has_sync_kv_loads" in {f.name for f in fields(output.Schedul
 
 
 def has_sync_loads(scheduler_output: "SchedulerOutput") -> bool:
-    """Whether a connector may load KV that the coming forward reads."""
-    if TELLS_SYNC_LOADS:
-        return scheduler_output.has_sync_kv_loads
-    return scheduler_output.kv_connector_metadata is not None
+    """Whether a connector loads KV that the coming forward reads.
+
+    Of an older vLLM no: ours refuse to do so there, and no others run beside them or under KVPP.
+    """
+    return TELLS_SYNC_LOADS and scheduler_output.has_sync_kv_loads
 
 
 class BlockTables:

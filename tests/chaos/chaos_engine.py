@@ -19,7 +19,7 @@ from chaos_spec import ENVIRONMENT, NodeSpec
 os.environ.update(ENVIRONMENT)
 
 import torch
-from chaos_releases import ENGINE_OPTIONS, cache_tensors, loads_in_step
+from chaos_releases import ENGINE_OPTIONS, cache_tensors
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
@@ -34,6 +34,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvpp_connect.seam import quirks
+from kvpp_connect.seam.older_vllm import has_sync_loads
 
 STEP_S = 0.01  # pace of a busy engine, so that requests live for a while
 
@@ -199,7 +200,7 @@ class Engine:
         output = self._scheduler.schedule()
         self._note_preemptions(running, output.preempted_req_ids or ())
         work = [self._work(request_id, n) for request_id, n in output.num_scheduled_tokens.items()]
-        how = self._weights, loads_in_step(output)
+        how = self._weights, has_sync_loads(output)
         for pipe in self._ranks:
             pipe.send(("step", output.kv_connector_metadata, output.finished_req_ids, work, *how))
         ids = [item[0] for item in work]
@@ -280,7 +281,7 @@ class Engine:
     def _unforgiven(wrong, work, output, kv_output):
         """Wrong bytes as events, but for those that a step has read and the connector has named:
         what was computed from them is dropped."""
-        invalid = kv_output.invalid_block_ids if loads_in_step(output) else set()
+        invalid = kv_output.invalid_block_ids if has_sync_loads(output) else set()
         blocks = {request_id: block_ids for request_id, block_ids, _, _ in work}
         for rank, request_id, place, text in wrong:
             if invalid.isdisjoint(blocks[request_id][: place + 1]):

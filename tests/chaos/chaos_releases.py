@@ -26,11 +26,6 @@ def cache_tensors(names, num_blocks, page_bytes):
     ]
 
 
-def loads_in_step(output):
-    """Whether the forward reads what is loaded in the step; an older vLLM has none of ours."""
-    return TELLS_SYNC_LOADS and output.has_sync_kv_loads
-
-
 def transfer_results(connector, finished_ids):
     """What a model runner hands on of a connector's ended transfers."""
     if TELLS_SYNC_LOADS:

@@ -21,6 +21,7 @@ def pool():
         yield {
             **POOL_SETTINGS,
             "master_server_address": master.address,
+            "protocol": "tcp",
             "global_segment_size": 0,
             "local_buffer_size": "1MB",
         }

@@ -60,10 +60,9 @@ def test_a_finished_requests_name_may_come_again(tables):
         tables.block_ids("a")
 
 
-def test_where_vllm_does_not_tell_every_step_with_a_connector_may_load(monkeypatch):
+def test_where_vllm_does_not_tell_nobody_loads_what_the_forward_reads(monkeypatch):
     monkeypatch.setattr(older_vllm, "TELLS_SYNC_LOADS", False)
-    assert has_sync_loads(SimpleNamespace(kv_connector_metadata=object()))
-    assert not has_sync_loads(SimpleNamespace(kv_connector_metadata=None))
+    assert not has_sync_loads(SimpleNamespace())
 
 
 def test_this_vllm_tells(monkeypatch):

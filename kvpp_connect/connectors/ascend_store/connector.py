@@ -18,7 +18,6 @@ from kvpp_connect.connectors.caches import block_shape, cache_tensors
 from kvpp_connect.connectors.metrics import ReportsMetrics
 from kvpp_connect.layout import TokenShard
 from kvpp_connect.seam.api import (
-    TELLS_SYNC_LOADS,
     BlockTables,
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -203,7 +202,7 @@ class AscendStoreConnector(ReportsMetrics, KVConnectorBase_V1, SupportsHMA):
         step = Step(
             scheduled=scheduler_output.num_scheduled_tokens,
             block_ids=self._block_ids or self._tables.block_ids,
-            has_sync_loads=TELLS_SYNC_LOADS and has_sync_loads(scheduler_output),
+            has_sync_loads=has_sync_loads(scheduler_output),
         )
         return PoolMetadata(self._scheduler.take_orders(step))
 

@@ -15,7 +15,7 @@ from typing import Literal
 from kvpp_connect import __version__
 from kvpp_connect.errors import KvppError
 from kvpp_connect.planning.units import format_bytes
-from kvpp_connect.seam import ledger
+from kvpp_connect.seam import checks, ledger
 from kvpp_connect.seam.variants import variant
 
 State = Literal["ok", "note", "fail"]
@@ -101,6 +101,7 @@ def is_supported(version: str, supported: tuple[str, ...] = ledger.SUPPORTED_VLL
 
 def touchpoints(device_type: str) -> Iterator[Finding]:
     """Whether the installed vLLM looks as the seam expects; imports it."""
+    checks.quiet_vllm()
     host = variant(device_type)
     try:
         host.verify()

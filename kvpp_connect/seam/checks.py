@@ -5,6 +5,7 @@ raises whatever its libraries raise; here that becomes one line.
 """
 
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Sequence
@@ -138,6 +139,8 @@ def quiet_vllm() -> None:
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # On machines without Triton torch warns of that as soon as vLLM defines an op.
+    logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
 
 
 def _read_model_config(directory: Path, model_impl: str) -> "ModelConfig":

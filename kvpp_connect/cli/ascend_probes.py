@@ -1,23 +1,19 @@
 """What `kvpp doctor` finds out about Ascend NPUs and vllm-ascend. Each probe raises nothing."""
 
-import importlib.metadata
 import os
 import re
-import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from kvpp_connect.cli.machine import Run, run_command, versions_of
 from kvpp_connect.cli.probes import Finding
 from kvpp_connect.seam import ascend
 from kvpp_connect.seam.ascend_ledger import SUPPORTED_ASCEND
-
-Run = Callable[[str], str]
 
 # vLLM's of the vllm-ascend releases that were looked at; whose KVPP it is decides about more.
 SUPPORTED_VLLM = (">= 0.23",)
 _HCCN = Path("/etc/hccn.conf")
 _CANN = Path("/usr/local/Ascend/ascend-toolkit/latest")
-_COMMAND_S = 20
 _PACKAGES = ("vllm-ascend", "torch-npu", "torch")
 _MOONCAKE = "mooncake-transfer-engine-npu"
 _OTHER_MOONCAKES = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
@@ -36,34 +32,12 @@ _NUMBERS = (
 
 def versions() -> dict[str, str]:
     """Versions of the packages of an Ascend machine that are installed."""
-    found: dict[str, str] = {}
-    for name in (*_PACKAGES, _MOONCAKE, *_OTHER_MOONCAKES):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    return versions_of((*_PACKAGES, _MOONCAKE, *_OTHER_MOONCAKES))
 
 
 def is_ascend(installed: Mapping[str, str]) -> bool:
     """Whether this is meant to be a machine with NPUs."""
     return "vllm-ascend" in installed or "torch-npu" in installed
-
-
-def run_command(command: str) -> str:
-    """What a command prints; nothing where it cannot be run."""
-    try:
-        done = subprocess.run(
-            command.split(),
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_COMMAND_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
 
 
 def probe(

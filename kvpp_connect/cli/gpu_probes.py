@@ -1,59 +1,28 @@
 """What `kvpp doctor` finds out about NVIDIA GPUs and RDMA devices. Each probe raises nothing."""
 
-import importlib.metadata
 import os
 import re
-import subprocess
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import combinations
 from pathlib import Path
 
+from kvpp_connect.cli.machine import Run, run_command, versions_of
 from kvpp_connect.cli.probes import Finding
 from kvpp_connect.platforms.nccl import LEAST_NCCL
 from kvpp_connect.seam.cuda import environment_problems
 
-Run = Callable[[str], str]
-
 _INFINIBAND = Path("/sys/class/infiniband")
 _PEER_MEMORY = Path("/sys/module/nvidia_peermem")
-_COMMAND_S = 20
 # torch for CUDA installs one of these; then the CUDA that it is built for.
 _NCCL_DISTRIBUTIONS = {"nvidia-nccl-cu13": 13, "nvidia-nccl-cu12": 12}
 _MOONCAKE_CUDA = {"mooncake-transfer-engine-cuda13": 13, "mooncake-transfer-engine": 12}
 _QUERY = "nvidia-smi --query-gpu=name,driver_version --format=csv,noheader"
 
 
-def versions_of(names: Mapping[str, int]) -> dict[str, str]:
-    """Versions of those distributions that are installed."""
-    found: dict[str, str] = {}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
 def is_cuda() -> bool:
     """Whether torch is built for CUDA here."""
     return bool(versions_of(_NCCL_DISTRIBUTIONS))
-
-
-def run_command(command: str) -> str:
-    """What a command prints; nothing where it cannot be run."""
-    try:
-        done = subprocess.run(
-            command.split(),
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_COMMAND_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
 
 
 def cuda(ranks: int, *, kvpp: bool, run: Run = run_command) -> Iterator[Finding]:

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from kvpp_connect.cli import ascend_probes, probes
+from kvpp_connect.cli import ascend_probes
 
 GOOD = {
     "vllm-ascend": "0.26.0rc1",
@@ -112,24 +112,3 @@ def test_an_environment_that_selects_model_runner_v2_is_worth_a_note():
         ) if f.topic == "environment"
     )  # fmt: skip
     assert (finding.state, finding.way_out) == ("note", "VLLM_USE_V2_MODEL_RUNNER=0")
-
-
-def test_a_command_that_is_not_there_prints_nothing():
-    assert ascend_probes.run_command("kvpp-no-such-command info") == ""
-    assert ascend_probes.run_command("echo 8 NPUs") == "8 NPUs\n"
-
-
-def test_the_doctor_asks_where_packages_of_an_npu_are_installed(kvpp, monkeypatch):
-    asked = []
-    monkeypatch.setattr(probes, "touchpoints", lambda device_type: asked.append(device_type) or [])
-    monkeypatch.setattr(probes.ledger, "vllm_version", lambda: "0.26.0")
-    monkeypatch.setattr(probes, "mooncake", lambda *_, **__: iter(()))
-    monkeypatch.setattr(ascend_probes, "versions", lambda: GOOD)
-    states = {f["topic"]: f["state"] for f in kvpp("doctor", "--json").document["findings"]}
-    assert {"vllm-ascend", "CANN", "HCCN", "NPUs"} <= set(states)
-    assert states["vLLM"] == "ok"
-    assert asked == ["npu"]
-    monkeypatch.setattr(ascend_probes, "versions", lambda: {"torch": "2.10.0"})
-    states = {f["topic"]: f["state"] for f in kvpp("doctor", "--json").document["findings"]}
-    assert "vllm-ascend" not in states
-    assert states["vLLM"] == "fail"

@@ -3,18 +3,14 @@
 KVPP_TEST_MODEL names a checkpoint with MLA that fits two NPUs; default: a tiny one is made.
 """
 
-import json
 import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
+from device_answers import ask_engine
 
 from kvpp_connect.demo.model import ModelSpec, write_checkpoint
 
-SCRIPT = Path(__file__).parent / "answer_npu_prompts.py"
 ENGINE_S = 900
 
 pytestmark = [
@@ -30,21 +26,11 @@ def answer(tmp_path_factory):
     if model is None:
         model = write_checkpoint(tmp_path_factory.mktemp("models") / "tiny", ModelSpec())
 
-    def run(**settings):
-        settings = {"tensor_parallel_size": 2} | settings
-        done = subprocess.run(
-            [sys.executable, str(SCRIPT), str(model), json.dumps(settings)],
-            env=os.environ | {"VLLM_USE_V2_MODEL_RUNNER": "0"},
-            capture_output=True,
-            text=True,
-            timeout=ENGINE_S,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-5000:]
-        (line,) = [line for line in done.stdout.splitlines() if line.startswith("> ")]
-        return json.loads(line[2:])
+    def ask(**settings):
+        settings = {"tensor_parallel_size": 2, **settings}
+        return ask_engine(model, settings, {"VLLM_USE_V2_MODEL_RUNNER": "0"}, ENGINE_S)
 
-    return run
+    return ask
 
 
 WAYS = {

@@ -8,18 +8,16 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+me=setup
 venv=.venv
 lock=requirements/cpu.lock
 stores=requirements/stores.lock # not for every Python and C library: their tests are skipped then
 stamp=$venv/.kvpp-setup
 log=.cache/setup.log
-torch_index=https://download.pytorch.org/whl/cpu # asked for torch alone, and only if need be
 
-say() { echo "setup: $*"; }
-die() { printf 'setup: %s\n' "$@" >&2; exit 1; }
-trap 'die interrupted' INT TERM HUP # pip turns Ctrl-C into a mere failure
+source scripts/setup_tools.sh
 
-state="$PWD $(cat "$lock" "$stores" pyproject.toml scripts/setup.sh | sha256sum)"
+state="$PWD $(cat "$lock" "$stores" pyproject.toml scripts/setup.sh scripts/setup_tools.sh | sha256sum)"
 packages_missing_for() { # the Debian packages whose library PYTHON cannot load
     "$1" -IS - <<'PYTHON'
 import ctypes
@@ -41,9 +39,7 @@ up_to_date() {
 }
 if up_to_date 2>/dev/null; then exit; fi
 
-mkdir -p .cache
-exec 9>.cache/setup.lock
-flock --nonblock 9 || { say "waiting for another set-up in this folder"; flock 9; }
+wait_for_others
 if up_to_date 2>/dev/null; then exit; fi
 
 [[ $(uname -sm) == "Linux x86_64" ]] ||
@@ -71,9 +67,6 @@ if [[ -n $missing ]]; then
         { tail -n 20 "$log" >&2; die "this failed: $install"; }
 fi
 
-pip_install() { "$venv/bin/python" -m pip --disable-pip-version-check install --no-deps "$@" >>"$log" 2>&1; }
-pip_failed() { tail -n 20 "$log" >&2; die "pip could not install $1 (all of its output: $log)"; }
-
 started=$SECONDS
 : >"$log"
 if [[ -f $stamp && $(<"$stamp") == "$PWD "* ]] && "$venv/bin/python" -m pip --version >/dev/null 2>&1
@@ -86,14 +79,7 @@ else
     "$python" -m venv "$venv"
 fi
 
-torch=$(grep '^torch==' "$lock")
-say "installing $torch"
-if ! pip_install --only-binary :all: "$torch"; then
-    say "the configured package sources do not have it: asking PyTorch's own index"
-    pip_install --only-binary :all: --index-url "$torch_index" "$torch" || pip_failed "$torch"
-fi
-say "installing $(grep -c == "$lock") pinned packages (a few minutes, about 450 MB to download)"
-pip_install --only-binary :all: --requirement "$lock" || pip_failed "$lock"
+install_locked "$lock"
 
 say "installing pool stores for the tests"
 pip_install --only-binary :all: --requirement "$stores" ||
@@ -107,8 +93,7 @@ if ((${#foreign[@]})); then
     "$venv/bin/python" -m pip uninstall --yes "${foreign[@]}" >>"$log" 2>&1
 fi
 
-say "installing kvpp-connect (editable)"
-pip_install --no-build-isolation --editable . || pip_failed kvpp-connect
+install_project
 "$venv/bin/python" -c 'import mooncake.engine' || die "Mooncake does not load (see above)"
 
 echo "$state" >"$stamp"

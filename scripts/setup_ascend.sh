@@ -6,24 +6,20 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+me=setup-ascend
 venv=.venv-ascend
 lock=requirements/ascend.lock
 stamp=$venv/.kvpp-setup
 log=.cache/setup-ascend.log
-torch_index=https://download.pytorch.org/whl/cpu # asked for torch alone, and only if need be
 
-say() { echo "setup-ascend: $*"; }
-die() { printf 'setup-ascend: %s\n' "$@" >&2; exit 1; }
-trap 'die interrupted' INT TERM HUP # pip turns Ctrl-C into a mere failure
+source scripts/setup_tools.sh
 
-packages="$PWD $(cat "$lock" scripts/setup_ascend.sh | sha256sum)"
+packages="$PWD $(cat "$lock" scripts/setup_ascend.sh scripts/setup_tools.sh | sha256sum)"
 state="$packages $(sha256sum <pyproject.toml)"
 up_to_date() { [[ -f $stamp && $(<"$stamp") == "$state" ]]; }
 if up_to_date; then exit; fi
 
-mkdir -p .cache
-exec 9>.cache/setup-ascend.lock
-flock --nonblock 9 || { say "waiting for another set-up in this folder"; flock 9; }
+wait_for_others
 if up_to_date; then exit; fi
 
 [[ $(uname -sm) == "Linux x86_64" ]] ||
@@ -34,9 +30,6 @@ python=${PYTHON:-python3.11} # the wheel of vllm-ascend is for no other
     die "needs Python 3.11 with its venv module, and found: $("$python" --version 2>&1 || true)" \
         "install it, or name it: PYTHON=/path/to/python3.11 make test-ascend"
 
-pip_install() { "$venv/bin/python" -m pip --disable-pip-version-check install --no-deps "$@" >>"$log" 2>&1; }
-pip_failed() { tail -n 20 "$log" >&2; die "pip could not install $1 (all of its output: $log)"; }
-
 started=$SECONDS
 : >"$log"
 if [[ -f $stamp && $(<"$stamp") == "$packages "* ]]; then
@@ -45,18 +38,10 @@ else
     say "creating $venv with $("$python" --version) (2.6 GiB)"
     rm -rf "$venv"
     "$python" -m venv "$venv"
-    torch=$(grep '^torch==' "$lock")
-    say "installing $torch"
-    if ! pip_install --only-binary :all: "$torch"; then
-        say "the configured package sources do not have it: asking PyTorch's own index"
-        pip_install --only-binary :all: --index-url "$torch_index" "$torch" || pip_failed "$torch"
-    fi
-    say "installing $(grep -c == "$lock") pinned packages (a few minutes, about 450 MB to download)"
-    pip_install --only-binary :all: --requirement "$lock" || pip_failed "$lock"
+    install_locked "$lock"
 fi
 
-say "installing kvpp-connect (editable)"
-pip_install --no-build-isolation --editable . || pip_failed kvpp-connect
+install_project
 "$venv/bin/python" -c 'import mooncake.engine' ||
     die "Mooncake does not load (see above); make setup installs its system libraries"
 

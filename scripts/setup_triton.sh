@@ -4,14 +4,13 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+me=setup-triton
 folder=.venv-triton
 lock=requirements/triton.lock
 stamp=$folder/.kvpp-setup
 log=.cache/setup-triton.log
 
-say() { echo "setup-triton: $*"; }
-die() { printf 'setup-triton: %s\n' "$@" >&2; exit 1; }
-trap 'die interrupted' INT TERM HUP # pip turns Ctrl-C into a mere failure
+source scripts/setup_tools.sh
 
 [[ -x .venv/bin/python ]] || die "needs .venv first: make setup"
 # The wheel is for one version of Python.
@@ -19,9 +18,7 @@ state="$(.venv/bin/python -V) $(sha256sum <"$lock")"
 up_to_date() { [[ -f $stamp && $(<"$stamp") == "$state" ]]; }
 if up_to_date; then exit; fi
 
-mkdir -p .cache
-exec 9>.cache/setup-triton.lock
-flock --nonblock 9 || { say "waiting for another set-up in this folder"; flock 9; }
+wait_for_others
 if up_to_date; then exit; fi
 
 say "unpacking $(grep == "$lock") into $folder (about 290 MB to download, 1 GB on disk)"

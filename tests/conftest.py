@@ -3,6 +3,7 @@ import socket
 
 import pytest
 from hypothesis import HealthCheck, settings
+from processes import Child
 
 # Two busy cores must not turn a property into a timed test.
 settings.register_profile("kvpp", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -47,3 +48,17 @@ def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@pytest.fixture
+def spawn():
+    """Starts processes that are gone after the test."""
+    children = []
+
+    def start(function, *arguments):
+        children.append(Child(function, *arguments))
+        return children[-1]
+
+    yield start
+    for child in children:
+        child.kill()

@@ -48,8 +48,8 @@ def block_shape(
         )
     spec, parallel = groups[0].kv_cache_spec, vllm_config.parallel_config
     shards = parallel.decode_context_parallel_size
-    if shards > 1:
-        shards = shards if _is_sharded(connector, spec, shards) else 1
+    if shards > 1 and not _is_sharded(connector, spec, shards):
+        shards = 1
     return BlockShape(
         num_blocks=kv_cache_config.num_blocks,
         block_tokens=spec.block_size,

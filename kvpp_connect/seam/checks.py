@@ -20,7 +20,7 @@ from kvpp_connect.errors import ConfigError, KvppError
 from kvpp_connect.planning.audit import Model
 from kvpp_connect.planning.checkpoint import CONFIG_NAME
 from kvpp_connect.planning.geometry import ParallelSizes, refusal
-from kvpp_connect.seam import ledger, multi
+from kvpp_connect.seam import install, ledger, multi, settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -105,7 +105,10 @@ def deployment_problems(
     quiet_vllm()
     try:
         config = parse_additional_config(additional_config)
-        with _directory_of(checkpoint) as directory, _defaults_of_kvpp(config):
+        with (
+            _directory_of(checkpoint) as directory,
+            install.settling_defaults(always=config.enabled),
+        ):
             vllm_config = _engine_config(
                 [
                     f"--model={directory}",
@@ -198,15 +201,6 @@ def _engine_config(arguments: Sequence[str]) -> "VllmConfig":
         raise ConfigError(f"vLLM refuses the deployment: {_first_reason(error)}") from error
 
 
-@contextmanager
-def _defaults_of_kvpp(config: KvppConfig) -> "Iterator[None]":
-    """Let vLLM fill in what it would for a server with KVPP."""
-    from kvpp_connect.seam import install
-
-    with install.settling_defaults(always=config.enabled):
-        yield
-
-
 def _connector_problems(vllm_config: "VllmConfig") -> "Iterator[str]":
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -230,8 +224,6 @@ def _connector_problems(vllm_config: "VllmConfig") -> "Iterator[str]":
 
 
 def _kvpp_problems(vllm_config: "VllmConfig", config: KvppConfig) -> list[str]:
-    from kvpp_connect.seam import install, settings
-
     found = [*settings.problems(vllm_config)]
     if found:
         return found

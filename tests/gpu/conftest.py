@@ -14,19 +14,3 @@ def pytest_collection_modifyitems(items):
         if count < needed:
             reason = f"needs {needed} CUDA device(s), torch {torch.__version__} sees {count}"
             item.add_marker(pytest.mark.skip(reason=reason))
-
-
-@pytest.fixture
-def spawn():
-    """Starts ``function(pipe, *arguments)`` in a process; ends it with the test."""
-    from processes import Child
-
-    children = []
-
-    def start(function, *arguments):
-        children.append(Child(function, *arguments))
-        return children[-1]
-
-    yield start
-    for child in children:
-        child.kill()

@@ -28,16 +28,11 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture
-def start_ranks():
-    """Starts ``function(pipe, *arguments, rank)`` once for each rank; ends them with the test."""
-    from processes import Child
-
-    children = []
+def start_ranks(spawn):
+    """Starts ``function(pipe, *arguments, rank)`` once for each rank; what each of them sends."""
 
     def start(function, ranks, *arguments):
-        children.extend(Child(function, *arguments, rank) for rank in range(ranks))
+        children = [spawn(function, *arguments, rank) for rank in range(ranks)]
         return [child.get(300) for child in children]
 
-    yield start
-    for child in children:
-        child.kill()
+    return start

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from builders import bundle_stage
+from noting_engine import NotingEngine
 
 pytest.importorskip("vllm")
 
@@ -169,24 +170,6 @@ def test_a_plan_for_other_layers_is_not_served():
         serve(placement(), NAMES[:-1])
 
 
-class NotingEngine:
-    """The engine's states, without bytes."""
-
-    def __init__(self, log):
-        self.log, self.armed, self.held = log, True, None
-
-    def acquire(self, ordinal):
-        self.log.append(("acquire", ordinal))
-        self.held = ordinal
-
-    def release(self, ordinal):
-        self.log.append(("release", ordinal))
-        self.held = None
-
-    def finish(self):
-        self.log.append("finish")
-
-
 def hooked(log):
     """Layers with an implementation that notes its calls, behind the hooks."""
 
@@ -202,7 +185,7 @@ def hooked(log):
 
     plan = placement()
     layers = {name: Layer(name) for name in NAMES}
-    return AscendLayerHooks(plan, layers, NotingEngine(log)), layers
+    return AscendLayerHooks(plan, layers, NotingEngine(log, armed=True)), layers
 
 
 def test_each_layer_asks_before_its_forward_and_passes_everything_on():

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from builders import bundle_stage
+from noting_engine import NotingEngine
 
 pytest.importorskip("vllm")
 
@@ -22,30 +23,6 @@ from kvpp_connect.layout import place_rank, plan_group
 from kvpp_connect.seam.hooks import LayerHooks
 
 METADATA = object()
-
-
-class NotingEngine:
-    """The engine's states, without bytes; notes every call."""
-
-    def __init__(self, log):
-        self.log = log
-        self.armed = False
-        self.held = None
-
-    def acquire(self, ordinal):
-        self.log.append(("acquire", ordinal))
-        self.held = ordinal
-
-    def release(self, ordinal):
-        self.log.append(("release", ordinal))
-        self.held = None
-
-    def finish(self):
-        self.log.append("finish")
-        self.armed = False
-
-    def abandon(self, reason):
-        self.log.append(("abandon", reason))
 
 
 class MainLayer(MLAAttention):

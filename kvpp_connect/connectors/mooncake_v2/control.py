@@ -252,6 +252,7 @@ class ControlClient:
             raise
 
     def _send(self, question: wire.Question, timeout_s: float) -> bytes:
+        began = time.monotonic()
         if self._socket is not None and self._monitor.poll(0):
             # A handshake failed while nobody asked, as when the producer was restarted.
             self._drop()
@@ -269,7 +270,7 @@ class ControlClient:
         if ready and not is_new:
             # The same, noticed a moment later.
             self._drop()
-            return self._send(question, timeout_s)
+            return self._send(question, max(0.0, timeout_s - (time.monotonic() - began)))
         if ready:
             mine = "this node has a control_secret_file" if self._keys else "this node has none"
             raise UnreachableError(

@@ -169,11 +169,8 @@ class WorkerSide:
 
     def _destination(self, pull: "PullRequest") -> tuple[int, ...]:
         """The blocks that a pull fills; those before them were cached here."""
-        shards = max((rank.shard.count for rank in self._ranks()), default=1)
-        return pull.local_block_ids[pull.first_token // (self._shape.block_tokens * shards) :]
-
-    def _ranks(self) -> tuple[RankManifest, ...]:
-        return self.publication.ranks if self.publication else ()
+        block_tokens = self._shape.block_tokens * self._shape.token_shards
+        return pull.local_block_ids[pull.first_token // block_tokens :]
 
     def _meet_group(self, mine: RankManifest) -> GroupManifest:
         """Exchange manifests inside the KVPP group; every rank returns the whole group's.

@@ -152,7 +152,7 @@ class _Meeting:
         # Where ranks outnumber cores, one that looks and does not sleep is in the others' way.
         cores = frozenset[int]().union(*(card.cores for card in cards))
         self._spin_s = SPIN_S if len(cards) <= len(cores) else 0.0
-        self._deadline = time.monotonic() + min(self._limit_s, _MEETING_LIMIT_S)
+        self._deadline = time.monotonic() + _MEETING_LIMIT_S
         links: dict[int, Link] = {}
         with contextlib.ExitStack() as opened:
             calls = [opened.enter_context(self._call(card)) for card in cards[: self._rank]]

@@ -231,5 +231,6 @@ def test_an_error_while_meeting_is_one_for_all(connect, monkeypatch):
         raise OSError("no descriptors left")
 
     monkeypatch.setattr("socket.send_fds", refuse)
+    monkeypatch.setattr("kvpp_connect.broadcast.meeting._MEETING_LIMIT_S", 0.5)
     with pytest.raises(NotOneMachineError, match="rank 1 does not reach the others: no descr"):
-        connect(3, limit_s=0.5)
+        connect(3)

@@ -50,6 +50,7 @@ class NodeSpec:
         late_reads: share of reads that fail at once, and write their destination later.
         store_faults: kinds of faults in the pool's store (chaos_store.py).
         store_rates: by kind of call, the share that goes wrong in one of these ways.
+        store_slow_s: seconds that a slow call takes, at least and at most.
         seed: of these.
         sabotage: negative control; what the node does wrong.
     """
@@ -70,6 +71,7 @@ class NodeSpec:
     late_reads: float = 0.0
     store_faults: tuple[str, ...] = ()
     store_rates: dict[str, float] = field(default_factory=dict)
+    store_slow_s: tuple[float, float] = (0.1, 0.4)
     seed: str = ""
     sabotage: Sabotage = ""
 

@@ -49,8 +49,6 @@ BAD_LOOKUPS = ("lookup: error", "lookup: late")
 SLOW_CALLS = ("put exists: slow", "put: slow", "get: slow", "lookup: slow")
 STORE_FAULTS = (*BAD_OBJECTS, *BAD_GETS, *BAD_PUTS, *BAD_LOOKUPS, *SLOW_CALLS)
 
-_SLOW_S = (0.1, 0.4)
-
 
 def hurt_stores(spec: NodeSpec, part: str, noted: list) -> None:
     """Let the stores that this process opens do what the node's description says.
@@ -160,7 +158,7 @@ class BadStore:
         if fault.endswith("late"):
             time.sleep(POOL_LATE_S)
         elif fault.endswith("slow"):
-            time.sleep(self._rng.uniform(*_SLOW_S))
+            time.sleep(self._rng.uniform(*self._spec.store_slow_s))
         else:
             raise StoreError(f"made up: {fault}")
 

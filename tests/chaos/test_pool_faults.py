@@ -84,12 +84,20 @@ def test_requests_that_can_never_be_loaded_are_computed(run_pool):
 
 def test_aborts_and_preemptions_while_blocks_are_loaded_and_stored(run_pool):
     slow = {"store_faults": SLOW_CALLS, "store_rates": dict.fromkeys(CALLS, 0.6)}
-    wanted = {"abort while loading", "abort while blocks are held", "preempted while storing"}
     with run_pool(num_blocks=80, **slow) as cluster:
-        while not wanted <= cluster.injected.keys():
+        while not {"abort while loading", "abort while blocks are held"} <= cluster.injected.keys():
             cluster.send(20, ("", "", *CALL_FAULTS), max_tokens=80, pause_s=0.03)
             cluster.settle(60)
     assert cluster.outcomes().keys() <= {"finished", "aborted"}
+
+    # A request that fills the cache makes way for those before it, long before it is stored.
+    slow["store_rates"], slow["store_slow_s"] = {"put exists": 1.0}, (1.0, 1.5)
+    with run_pool(num_blocks=40, settings=PATIENT, **slow) as cluster:
+        for length in (40, 40, 32 * BLOCK_TOKENS):
+            cluster.submit(node="a", prompt=cluster.random_tokens(length), max_tokens=60)
+        cluster.settle(60)
+        assert "preempted while storing" in cluster.injected
+    assert cluster.outcomes() == {"finished": 3}
 
 
 def test_serving_goes_on_while_there_is_no_master(run_pool):

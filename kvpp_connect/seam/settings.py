@@ -30,6 +30,7 @@ KVPP_SCHEDULERS = (
     "kvpp_connect.seam.scheduler.KvppAsyncScheduler",
 )
 _DRAFTS_ON_TARGET_CACHES = ("extract_hidden_states", "custom_class")
+_DRAFTS_OF_THEIR_OWN_MODEL = ("eagle", "eagle3", "draft_model", "dflash")
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +226,12 @@ def _fixed_speculation(config: "VllmConfig") -> str | None:
             "which most ranks hold in scratch only while the layer runs. Use another method, or "
             "remove --speculative-config"
         )
+    draft = getattr(speculation, "draft_model_config", None)
+    if speculation.method in _DRAFTS_OF_THEIR_OWN_MODEL and draft is not None and not draft.use_mla:
+        return (
+            f"the draft model of method {speculation.method!r} does not use MLA, and KVPP places "
+            "MLA caches only. Use a draft with MLA (such as mtp), or remove --speculative-config"
+        )
     return None
 
 
@@ -257,6 +264,26 @@ def _no_elastic_ep(config: "VllmConfig") -> str | None:
     if not getattr(config.parallel_config, "enable_elastic_ep", False):
         return None
     return "enable_elastic_ep changes the ranks of a running engine. Remove --enable-elastic-ep"
+
+
+def _no_kv_offloading(config: "VllmConfig") -> str | None:
+    # vLLM puts a connector of its own into the configuration for it, when the checks are over.
+    if getattr(config.cache_config, "kv_offloading_size", None) is None:
+        return None
+    return (
+        "kv_offloading_size brings a connector that does not know that most ranks hold scratch "
+        "instead of a layer's cache. Remove --kv-offloading-size, or use AscendStoreConnector"
+    )
+
+
+def check_connector(vllm_config: "VllmConfig") -> None:
+    """Refuse a connector that does not know KVPP, in a configuration that is final.
+
+    Raises:
+        ConfigError: names the connector.
+    """
+    if problem := _known_connector(vllm_config):
+        raise ConfigError(f"enable_kvpp: {problem}")
 
 
 def _known_connector(config: "VllmConfig") -> str | None:
@@ -293,5 +320,6 @@ _CHECKS: tuple[Callable[["VllmConfig"], str | None], ...] = (
     _no_full_graphs,
     _no_hisparse,
     _no_elastic_ep,
+    _no_kv_offloading,
     _known_connector,
 )

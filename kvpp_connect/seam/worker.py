@@ -14,7 +14,7 @@ from kvpp_connect.seam.groups import group_info
 from kvpp_connect.seam.hooks import LayerHooks
 from kvpp_connect.seam.runner_v2_ledger import RUNNER_V2_LEDGER
 from kvpp_connect.seam.runtime import KvppRuntime, RunnerCompact
-from kvpp_connect.seam.settings import settle_mode
+from kvpp_connect.seam.settings import check_connector, settle_mode
 from kvpp_connect.seam.specs import planner_block_bytes, stage_from_specs
 from kvpp_connect.seam.tensors import bound_allocation, placed
 
@@ -41,6 +41,7 @@ class KvppWorkerMixin:
         if self._kvpp is None:
             if getattr(self.vllm_config, "use_v2_model_runner", False):
                 ledger.verify(RUNNER_V2_LEDGER)
+            check_connector(self.vllm_config)
             config = parse_additional_config(self.vllm_config.additional_config)
             platform = select_platform(self.vllm_config.device_config.device_type)
             specs = self.get_kv_cache_spec()  # type: ignore[attr-defined]
@@ -49,7 +50,11 @@ class KvppWorkerMixin:
             block_bytes = planner_block_bytes(self.vllm_config, specs)
             group = group_info()
             if choice.reason and group.pp_rank == group.rank_in_group == 0:
-                logger.info("KVPP full instead of compact: %s", choice.reason)
+                logger.warning(
+                    "KVPP full instead of compact, so that each step with history moves whole "
+                    "caches: %s",
+                    choice.reason,
+                )
             settled = replace(config, mode=choice.mode)
             self._kvpp = KvppRuntime(
                 settled,

@@ -16,6 +16,7 @@ from kvpp_connect.seam import install
 from kvpp_connect.seam.settings import (
     KVPP_SCHEDULERS,
     ModeChoice,
+    check_connector,
     check_supported,
     choose_mode,
     settle_mode,
@@ -40,9 +41,10 @@ def multi(*names, path=None):
 OWN = ("MooncakeConnectorV2", "AscendStoreConnector")
 
 
-def speculation(method="mtp", *, dynamic=False, adaptive=False):
+def speculation(method="mtp", *, dynamic=False, adaptive=False, mla=None):
     return SimpleNamespace(
         method=method,
+        draft_model_config=None if mla is None else SimpleNamespace(use_mla=mla),
         uses_dynamic_speculative_decoding=lambda: dynamic,
         enable_adaptive_verification=adaptive,
     )
@@ -58,7 +60,7 @@ def deployment(**changes):
             max_model_len=1024,
             original_max_model_len=1024,
         ),
-        cache_config=SimpleNamespace(block_size=16),
+        cache_config=SimpleNamespace(block_size=16, kv_offloading_size=None),
         scheduler_config=SimpleNamespace(
             scheduler_cls=None, async_scheduling=False, max_num_seqs=4
         ),
@@ -95,6 +97,13 @@ def test_a_supported_deployment_passes():
     check_supported(deployment(compilation_config__cudagraph_mode=CUDAGraphMode.PIECEWISE))
     check_supported(deployment(speculative_config=speculation()))
     check_supported(deployment(speculative_config=speculation(), use_v2_model_runner=True))
+    check_supported(deployment(speculative_config=speculation("eagle", mla=True)))
+
+
+def test_a_connector_that_came_into_the_configuration_later_is_refused_as_well():
+    check_connector(deployment(kv_transfer_config=connector("MooncakeConnectorV2")))
+    with pytest.raises(ConfigError, match=r"connector 'OffloadingConnector'.*garbage"):
+        check_connector(deployment(kv_transfer_config=connector("OffloadingConnector", None)))
 
 
 @pytest.mark.parametrize(
@@ -128,6 +137,11 @@ def test_a_supported_deployment_passes():
             "FULL_AND_PIECEWISE",
         ),
         ({"attention_config__hisparse_config": object()}, "HiSparse.*Remove"),
+        ({"cache_config__kv_offloading_size": 4.0}, "Remove --kv-offloading-size"),
+        (
+            {"speculative_config": speculation("eagle3", mla=False)},
+            "draft model of method 'eagle3' does not use MLA.*remove --speculative-config",
+        ),
         ({"kv_transfer_config": connector("NixlConnector", None)}, "'NixlConnector'.*garbage"),
         (
             {"kv_transfer_config": connector("MooncakeConnectorV2", "vllm_ascend.distributed")},

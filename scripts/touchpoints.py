@@ -1,7 +1,7 @@
 """Print docs/touchpoints.md from the seam's ledger."""
 
 from kvpp_connect.seam.ascend_ledger import ASCEND_LEDGER, HOST_LEDGER, SUPPORTED_ASCEND
-from kvpp_connect.seam.device_ledger import CPU_LEDGER, CUDA_LEDGER
+from kvpp_connect.seam.device_ledger import CPU_LEDGER, CUDA_LEDGER, CUDA_WORKER_LEDGER
 from kvpp_connect.seam.ledger import LEDGER, SUPPORTED_VLLM, Touchpoint
 from kvpp_connect.seam.runner_v2_ledger import RUNNER_V2_LEDGER
 
@@ -30,7 +30,7 @@ def render() -> str:
         "",
         "## On CUDA only",
         "",
-        *_table(CUDA_LEDGER),
+        *_table((*CUDA_LEDGER, *CUDA_WORKER_LEDGER)),
         "",
         "## In model runner V2",
         "",

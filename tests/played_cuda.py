@@ -41,6 +41,10 @@ def play():
 
     vllm.platforms._current_platform = Hopper()  # noqa: SLF001 - there is no other way in
 
+    import vllm.config.vllm
+
+    vllm.config.vllm.HAS_TRITON = True  # as beside every build for CUDA
+
     from kvpp_connect.plugin import register
     from kvpp_connect.seam.variants import Variant
 

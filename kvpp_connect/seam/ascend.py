@@ -5,22 +5,29 @@ ownership from its plan (``ascend_plan``). Or it has none, in releases up to 0.2
 it (``ascend_worker``). Nothing here imports vllm-ascend before it is asked a question about it.
 """
 
+import os
+from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+from kvpp_connect._log import get_logger
 from kvpp_connect.config import KvppConfig
 from kvpp_connect.errors import ConfigError
+from kvpp_connect.seam import cuda_graphs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from vllm.config import VllmConfig
 
+logger = get_logger(__name__)
+
 PACKAGE = "vllm_ascend"
 DEVICE_TYPE = "npu"
 _OWN_KVPP = f"{PACKAGE}.core.kv_cache_placement"
 _SPLITTING_OP = "vllm::mla_forward"
+EXPANSION = "HCCL_OP_EXPANSION_MODE"
 
 
 def installed() -> bool:
@@ -46,6 +53,37 @@ def leave_to_host(config: KvppConfig) -> None:
         )
 
 
+def settle_defaults(vllm_config: "VllmConfig") -> None:
+    """Fill what the user left open, where our runtime serves the layers."""
+    if not has_own_kvpp():
+        cuda_graphs.settle_default(vllm_config)
+
+
+def settle(vllm_config: "VllmConfig") -> None:
+    """Say which situation this is, and what became of the graphs."""
+    mode = vllm_config.compilation_config.cudagraph_mode
+    logger.info(
+        "KVPP: this vllm-ascend has none of its own; kvpp-connect serves the layers, "
+        "cudagraph_mode %s",
+        mode.name if mode else "NONE",
+    )
+
+
+def expansion_problem(environment: Mapping[str, str]) -> str:
+    """What HCCL would do beside broadcasts; empty where nothing is wrong.
+
+    With AIV, collectives are kernels that wait on vector cores for other NPUs. Those of several
+    groups that run at once take each other's cores, in another order on another NPU, and hang.
+    """
+    mode = environment.get(EXPANSION, "")
+    if "AIV" not in mode.upper():
+        return ""
+    return (
+        f"{EXPANSION} is {mode!r}: collectives of the model and broadcasts would wait for each "
+        "other's vector cores, and hang. Unset it"
+    )
+
+
 def problems(vllm_config: "VllmConfig") -> "Iterator[str]":
     """All settings of vllm-ascend that our runtime cannot run with there."""
     if getattr(vllm_config, "use_v2_model_runner", False):
@@ -53,6 +91,8 @@ def problems(vllm_config: "VllmConfig") -> "Iterator[str]":
             "model runner V2 of vllm-ascend allocates its caches elsewhere. Set "
             "VLLM_USE_V2_MODEL_RUNNER=0"
         )
+    if expansion := expansion_problem(os.environ):
+        yield expansion
     compilation = vllm_config.compilation_config
     mode = compilation.cudagraph_mode
     if mode is not None and mode.name != "NONE":

@@ -79,6 +79,16 @@ ASCEND_CONFIG_LEDGER: tuple[Touchpoint, ...] = (
         why="wrapped: chooses worker_cls, and all2all_backend with it",
     ),
     Touchpoint(
+        target="vllm.platforms.interface:Platform.apply_config_platform_defaults",
+        parameters=("cls", "vllm_config"),
+        why="wrapped: sees what the user left open, before vLLM's own defaults fill it",
+    ),
+    Touchpoint(
+        target="vllm.config.compilation:CompilationConfig",
+        fields=("cudagraph_mode", "splitting_ops"),
+        why="tells whether layers ask for their caches in code that runs at every replay",
+    ),
+    Touchpoint(
         target="vllm_ascend.ascend_config:get_ascend_config",
         parameters=(),
         why="tells whether caches are kept in host memory",

@@ -13,6 +13,7 @@ from collections.abc import Iterator, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from kvpp_connect._log import get_logger
+from kvpp_connect.config import parse_additional_config
 from kvpp_connect.errors import ConfigError, SeamError
 from kvpp_connect.platforms.nccl import LAUNCH_ORDER
 from kvpp_connect.seam import cuda_graphs
@@ -35,16 +36,15 @@ ENVIRONMENT = {
 }
 _NCCL_ALL2ALL = "allgather_reducescatter"
 _FLASHINFER = "vllm.distributed.device_communicators.flashinfer_all_reduce"
-_FULL_BY_DEFAULT = 2  # optimization levels from this one on
 
 
 def settle_defaults(vllm_config: "VllmConfig") -> None:
     """Fill what the user left open, before vLLM does: later the two look the same."""
-    compilation = vllm_config.compilation_config
-    if compilation.cudagraph_mode is None and vllm_config.optimization_level >= _FULL_BY_DEFAULT:
-        compilation.cudagraph_mode = cuda_graphs.piecewise()
-    if compilation.pass_config.fuse_allreduce_rms is None:
-        compilation.pass_config.fuse_allreduce_rms = False
+    config = parse_additional_config(vllm_config.additional_config)
+    cuda_graphs.settle_default(vllm_config, compact=config.mode != "full")
+    passes = vllm_config.compilation_config.pass_config
+    if passes.fuse_allreduce_rms is None:
+        passes.fuse_allreduce_rms = False
 
 
 def problems(vllm_config: "VllmConfig") -> Iterator[str]:
@@ -65,7 +65,7 @@ def problems(vllm_config: "VllmConfig") -> Iterator[str]:
             f"all2all_backend {parallel.all2all_backend!r} exchanges tokens in kernels that wait "
             f"for other GPUs, and hang beside broadcasts. Use --all2all-backend {_NCCL_ALL2ALL}"
         )
-    graphs = cuda_graphs.problem(vllm_config.compilation_config, sparse=is_sparse(vllm_config))
+    graphs = cuda_graphs.problem(vllm_config, sparse=is_sparse(vllm_config))
     if graphs:
         yield graphs
 
@@ -85,6 +85,11 @@ def settle(vllm_config: "VllmConfig") -> None:
     vllm_config.parallel_config.disable_custom_all_reduce = True
     settle_environment()
     mode = vllm_config.compilation_config.cudagraph_mode
+    if cuda_graphs.breakable() and not mode and not vllm_config.model_config.enforce_eager:
+        _say_once(
+            "KVPP: no CUDA graphs, since this model's are breakable, in which compact mode cannot "
+            "run; kvpp.mode full keeps them in model runner V2, and moves whole caches"
+        )
     _say_once(
         f"KVPP: the model's collectives stay on NCCL ({LAUNCH_ORDER}=1; custom, FlashInfer and "
         f"symmetric-memory all-reduce off), cudagraph_mode {mode.name if mode else 'NONE'}"

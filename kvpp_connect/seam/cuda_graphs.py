@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvpp_connect.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vllm.config import CompilationConfig, CUDAGraphMode, VllmConfig
+    from vllm.config import CompilationConfig, VllmConfig
 
 WRITES = "vllm::unified_mla_kv_cache_update"
 READS = "vllm::unified_mla_attention_with_output"
@@ -20,11 +20,26 @@ INDEXES = "vllm::sparse_attn_indexer"
 _LEAVE = "Remove splitting_ops from --compilation-config, or use --enforce-eager"
 
 
-def piecewise() -> "CUDAGraphMode":
-    """The mode that leaves attention out of graphs."""
+_FULL_BY_DEFAULT = 2  # optimization levels from this one on
+
+
+def settle_default(vllm_config: "VllmConfig", *, compact: bool = True) -> None:
+    """Leave attention out of graphs where the user left their mode open.
+
+    Breakable ones go altogether where layers have to run in compact mode, which saves more.
+
+    Args:
+        compact: whether the user leaves compact mode possible.
+    """
     from vllm.config import CUDAGraphMode
 
-    return CUDAGraphMode.PIECEWISE
+    compilation = vllm_config.compilation_config
+    if compilation.cudagraph_mode is not None:
+        return
+    if breakable() and (compact or not vllm_config.use_v2_model_runner):
+        compilation.cudagraph_mode = CUDAGraphMode.NONE
+    elif vllm_config.optimization_level >= _FULL_BY_DEFAULT:
+        compilation.cudagraph_mode = CUDAGraphMode.PIECEWISE
 
 
 def breakable() -> bool:
@@ -40,16 +55,26 @@ def breakable() -> bool:
     return is_breakable_cudagraph_enabled()
 
 
-def problem(compilation: "CompilationConfig | Any", *, sparse: bool) -> str:  # noqa: ANN401
-    """What keeps layers from asking; empty where nothing does.
+def problem(vllm_config: "VllmConfig | Any", *, sparse: bool) -> str:  # noqa: ANN401
+    """What keeps layers from asking, or from writing; empty where nothing does.
 
     Args:
-        compilation: vLLM's, before or after it has filled ``splitting_ops``.
+        vllm_config: before or after it has filled ``splitting_ops``.
         sparse: whether layers have indexers.
     """
+    compilation: CompilationConfig | Any = vllm_config.compilation_config
     mode = compilation.cudagraph_mode
-    if mode is None or not mode.has_piecewise_cudagraphs() or breakable():
+    if mode is None or not mode.has_piecewise_cudagraphs():
         return ""
+    if breakable():
+        if vllm_config.use_v2_model_runner:
+            return ""
+        # It captures without metadata, and the kernel that writes is in the captured piece.
+        return (
+            f"cudagraph_mode is {mode.name} with breakable CUDA graphs, whose replays write no KV "
+            "in model runner V1. Use --enforce-eager, or model runner V2 "
+            "(VLLM_USE_V2_MODEL_RUNNER=1)"
+        )
     passes, splits = compilation.pass_config, compilation.splitting_ops
     by_inductor = bool(compilation.use_inductor_graph_partition)
     if splits is None:
@@ -86,7 +111,7 @@ def check_resolved(vllm_config: "VllmConfig", *, sparse: bool) -> None:
     """
     compilation = vllm_config.compilation_config
     mode = compilation.cudagraph_mode
-    found = problem(compilation, sparse=sparse)
+    found = problem(vllm_config, sparse=sparse)
     if mode is not None and mode.has_full_cudagraphs():
         found = (
             f"vLLM has settled on cudagraph_mode {mode.name}, which captures attention. Use "

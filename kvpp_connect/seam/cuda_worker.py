@@ -9,7 +9,8 @@ from vllm.v1.worker.gpu_worker import Worker
 from kvpp_connect.errors import ConfigError
 from kvpp_connect.platforms.cuda import nccl_version
 from kvpp_connect.platforms.nccl import nccl_problem
-from kvpp_connect.seam import cuda, cuda_graphs
+from kvpp_connect.seam import cuda, cuda_graphs, ledger
+from kvpp_connect.seam.device_ledger import CUDA_WORKER_LEDGER
 from kvpp_connect.seam.worker import KvppWorkerMixin
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class KvppGPUWorker(KvppWorkerMixin, Worker):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - passed through
         # Before vLLM makes its communicators, and NCCL launches anything.
+        ledger.verify(CUDA_WORKER_LEDGER)
         cuda.settle_environment()
         cuda.keep_flashinfer_out()
         super().__init__(*args, **kwargs)

@@ -54,16 +54,6 @@ CUDA_LEDGER: tuple[Touchpoint, ...] = (
         why="tells whether experts exchange tokens by the all2all backend",
     ),
     Touchpoint(
-        target="vllm.distributed.device_communicators.flashinfer_all_reduce:"
-        "_fi_ar_workspace_failed",
-        why="set: no FlashInfer all-reduce, which models may fuse with a norm without asking",
-    ),
-    Touchpoint(
-        target="vllm.distributed.device_communicators.flashinfer_all_reduce:"
-        "_fi_ar_quant_workspace_failed",
-        why="the same for those that quantise as well",
-    ),
-    Touchpoint(
         target="vllm.compilation.breakable_cudagraph:eager_break_during_capture",
         parameters=("fn",),
         why="lets a layer ask for its cache at every replay of a breakable graph",
@@ -94,4 +84,18 @@ CUDA_LEDGER: tuple[Touchpoint, ...] = (
     ),
 )
 
-STOCK_LEDGER = (*LEDGER, *CPU_LEDGER, *CUDA_LEDGER, *RUNNER_V2_LEDGER)
+# In workers only: FlashInfer may take hold of a GPU when it is imported.
+CUDA_WORKER_LEDGER: tuple[Touchpoint, ...] = (
+    Touchpoint(
+        target="vllm.distributed.device_communicators.flashinfer_all_reduce:"
+        "_fi_ar_workspace_failed",
+        why="set: no FlashInfer all-reduce, which models may fuse with a norm without asking",
+    ),
+    Touchpoint(
+        target="vllm.distributed.device_communicators.flashinfer_all_reduce:"
+        "_fi_ar_quant_workspace_failed",
+        why="the same for those that quantise as well",
+    ),
+)
+
+STOCK_LEDGER = (*LEDGER, *CPU_LEDGER, *CUDA_LEDGER, *CUDA_WORKER_LEDGER, *RUNNER_V2_LEDGER)

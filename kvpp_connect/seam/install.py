@@ -187,8 +187,6 @@ def enable(vllm_config: "VllmConfig", config: KvppConfig, chosen_worker: str) ->
     _check_worker(vllm_config, platform, chosen_worker)
     vllm_config.parallel_config.worker_cls = platform.kvpp_worker_cls
     host.settle(vllm_config)
-    if device_type == ascend.DEVICE_TYPE:
-        logger.info("KVPP: this vllm-ascend has none of its own; kvpp-connect serves the layers")
     choice = settings.choose_mode(vllm_config, config)
     if choice.mode == "compact":
         settings.scratch_size(vllm_config, config)  # refuses what cannot work

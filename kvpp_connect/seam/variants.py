@@ -66,6 +66,8 @@ _VARIANTS = {
         supported=SUPPORTED_ASCEND,
         problems=ascend.problems,
         compact_obstacles=ascend.compact_obstacles,
+        settle_defaults=ascend.settle_defaults,
+        settle=ascend.settle,
         serves_kvpp=ascend.has_own_kvpp,
     ),
 }

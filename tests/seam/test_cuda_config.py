@@ -55,7 +55,8 @@ def test_what_the_user_left_open_is_settled_and_with_kvpp_off_nothing_is():
         show(engine_config(kvpp=False))
         show(engine_config())
         show(engine_config(enforce_eager=True))
-        """)
+        """),
+        VLLM_USE_BREAKABLE_CUDAGRAPH="0",
     ) == [
         "vllm.v1.worker.gpu_worker.Worker FULL_AND_PIECEWISE",
         "False False",  # no FlashInfer here, which vLLM would fuse with
@@ -90,6 +91,39 @@ def test_what_the_user_asked_for_and_cannot_work_is_refused_with_the_way_out():
         print(">", "in no fixed order hangs beside broadcasts. Unset it" in said())
         """)
         == ["True"] * 5
+    )
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("runner", "settled"),
+    [
+        ("1", ["NONE KvppScheduler", "PIECEWISE None", "PIECEWISE None", "True"]),
+        ("0", ["NONE KvppScheduler", "NONE None", "write no KV", "True"]),
+    ],
+)
+def test_breakable_graphs_go_where_compact_mode_or_the_runner_cannot_have_them(runner, settled):
+    """They are vLLM's default for this model."""
+    assert (
+        run(
+            """
+        def settled(**more):
+            try:
+                config = engine_config(async_scheduling=False, **more)
+            except Exception as error:
+                return "write no KV" if "write no KV" in str(error) else str(error)
+            scheduler = str(config.scheduler_config.scheduler_cls).rpartition(".")[2]
+            return f"{config.compilation_config.cudagraph_mode.name} {scheduler}"
+
+        full = {"enable_kvpp": True, "kvpp": {"mode": "full"}}
+        print(">", settled())
+        print(">", settled(additional_config=full))
+        print(">", settled(compilation_config={"cudagraph_mode": "PIECEWISE"}))
+        print(">", "Remove --kv-offloading-size" in said(kv_offloading_size=4.0))
+        """,
+            VLLM_USE_V2_MODEL_RUNNER=runner,
+        )
+        == settled
     )
 
 

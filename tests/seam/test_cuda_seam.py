@@ -19,13 +19,17 @@ from kvpp_connect.seam.cuda_worker import KvppGPUWorker
 SPLITS = [cuda_graphs.WRITES, cuda_graphs.READS, cuda_graphs.INDEXES]
 
 
-def compilation(mode=CUDAGraphMode.PIECEWISE, splits=None, *, inductor=False, **passes):
+def graphs(mode=CUDAGraphMode.PIECEWISE, splits=None, *, inductor=False, v2=True, **passes):
+    """A configuration with CUDA graphs."""
     return SimpleNamespace(
-        cudagraph_mode=mode,
-        splitting_ops=splits,
-        use_inductor_graph_partition=inductor,
-        pass_config=SimpleNamespace(
-            **{"fuse_attn_quant": False, "fuse_rope_kvcache_cat_mla": False, **passes}
+        use_v2_model_runner=v2,
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=mode,
+            splitting_ops=splits,
+            use_inductor_graph_partition=inductor,
+            pass_config=SimpleNamespace(
+                **{"fuse_attn_quant": False, "fuse_rope_kvcache_cat_mla": False, **passes}
+            ),
         ),
     )
 
@@ -33,11 +37,11 @@ def compilation(mode=CUDAGraphMode.PIECEWISE, splits=None, *, inductor=False, **
 @pytest.mark.parametrize(
     "settings",
     [
-        compilation(None),
-        compilation(CUDAGraphMode.NONE, []),
-        compilation(),
-        compilation(splits=SPLITS),
-        compilation(splits=SPLITS, inductor=True),
+        graphs(None),
+        graphs(CUDAGraphMode.NONE, []),
+        graphs(),
+        graphs(splits=SPLITS),
+        graphs(splits=SPLITS, inductor=True),
     ],
 )
 def test_graphs_with_the_right_gaps_pass(settings):
@@ -47,30 +51,38 @@ def test_graphs_with_the_right_gaps_pass(settings):
 @pytest.mark.parametrize("gone", SPLITS)
 def test_each_op_that_accesses_caches_has_to_split_the_graph(gone):
     left = [op for op in SPLITS if op != gone]
-    said = cuda_graphs.problem(compilation(splits=left), sparse=True)
+    said = cuda_graphs.problem(graphs(splits=left), sparse=True)
     assert f"splitting_ops lack {gone}, so that layers would not ask" in said
-    dense = cuda_graphs.problem(compilation(splits=left), sparse=False)
+    dense = cuda_graphs.problem(graphs(splits=left), sparse=False)
     assert bool(dense) is (gone != cuda_graphs.INDEXES)
 
 
 def test_a_fusion_that_writes_caches_inside_graphs_is_refused():
-    settings = compilation(splits=SPLITS, inductor=True, fuse_rope_kvcache_cat_mla=True)
+    settings = graphs(splits=SPLITS, inductor=True, fuse_rope_kvcache_cat_mla=True)
     assert "fuse_rope_kvcache_cat_mla writes" in cuda_graphs.problem(settings, sparse=False)
 
 
 def test_breakable_graphs_need_no_splitting_ops(monkeypatch):
     monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
-    assert cuda_graphs.problem(compilation(splits=[]), sparse=True) == ""
+    assert cuda_graphs.problem(graphs(splits=[]), sparse=True) == ""
+
+
+def test_model_runner_v1_captures_breakable_graphs_without_caches(monkeypatch):
+    """Without metadata, so that the kernel which writes is captured without a cache."""
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    with pytest.raises(ConfigError, match=r"write no KV in model runner V1.*--enforce-eager"):
+        cuda_graphs.check_resolved(graphs(v2=False), sparse=True)
+    cuda_graphs.check_resolved(graphs(CUDAGraphMode.NONE, v2=False), sparse=True)
 
 
 def test_a_worker_refuses_what_vllm_has_come_to_since():
-    config = SimpleNamespace(compilation_config=compilation(CUDAGraphMode.FULL, []))
+    config = graphs(CUDAGraphMode.FULL, [])
     with pytest.raises(ConfigError, match=r"has settled on cudagraph_mode FULL.*PIECEWISE"):
         cuda_graphs.check_resolved(config, sparse=False)
-    config.compilation_config = compilation(splits=[])
+    config = graphs(splits=[])
     with pytest.raises(ConfigError, match="lack vllm::unified_mla_kv_cache_update"):
         cuda_graphs.check_resolved(config, sparse=False)
-    config.compilation_config = compilation(splits=SPLITS)
+    config = graphs(splits=SPLITS)
     cuda_graphs.check_resolved(config, sparse=True)
 
 
@@ -135,7 +147,7 @@ def worker(monkeypatch):
     monkeypatch.setattr(KvppGPUWorker, "_kvpp_runtime", lambda self: runtime)
     monkeypatch.setattr(cuda_worker, "nccl_version", lambda: (2, 29, 7))
     config = SimpleNamespace(
-        compilation_config=compilation(splits=SPLITS),
+        compilation_config=graphs(splits=SPLITS).compilation_config,
         model_config=SimpleNamespace(hf_config=SimpleNamespace()),
     )
     return lambda: SimpleNamespace(made=KvppGPUWorker(config), log=log)

@@ -10,14 +10,19 @@ pytest.importorskip("vllm")
 
 from kvpp_connect import __version__
 from kvpp_connect.errors import SeamError
-from kvpp_connect.seam.device_ledger import CPU_LEDGER, CUDA_LEDGER, STOCK_LEDGER
+from kvpp_connect.seam.device_ledger import (
+    CPU_LEDGER,
+    CUDA_LEDGER,
+    CUDA_WORKER_LEDGER,
+    STOCK_LEDGER,
+)
 from kvpp_connect.seam.ledger import LEDGER, Touchpoint, verify, vllm_version
 from kvpp_connect.seam.runner_v2_ledger import RUNNER_V2_LEDGER
 
 
 def test_the_installed_vllm_fits():
     verify((*LEDGER, *CPU_LEDGER))
-    verify(CUDA_LEDGER)
+    verify((*CUDA_LEDGER, *CUDA_WORKER_LEDGER))
 
 
 def test_no_check_on_cuda_replaces_torchs_streams():

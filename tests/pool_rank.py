@@ -67,6 +67,24 @@ def until(condition, what="did not happen"):
     return value
 
 
+class EnteredCopier(HostCopier):
+    """Copies in threads that were entered, as a device's copier has to."""
+
+    def __init__(self):
+        self._thread = threading.local()
+
+    def enter_thread(self):
+        self._thread.entered = True
+
+    def gather(self, *arguments):
+        assert self._thread.entered
+        super().gather(*arguments)
+
+    def scatter(self, *arguments):
+        assert self._thread.entered
+        super().scatter(*arguments)
+
+
 class Rank:
     """One rank with some shards.
 
@@ -82,7 +100,7 @@ class Rank:
         self.store = FakeStore(self.pool)
         self.health = StoreHealth("fake", self.clock)
         self.counters = PoolCounters()
-        self.copier = HostCopier()
+        self.copier = EnteredCopier()
         self.memory, self.views = {}, {}
         for name in names:
             memory = torch.full((len(PAGES), BLOCKS, 48), 0xEE, dtype=torch.uint8)

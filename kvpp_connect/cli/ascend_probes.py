@@ -208,7 +208,14 @@ def _environment(environment: Mapping[str, str]) -> Iterator[Finding]:
             said="VLLM_USE_V2_MODEL_RUNNER selects a model runner that KVPP refuses here",
             way_out="VLLM_USE_V2_MODEL_RUNNER=0",
         )
-    if not wrong:
+    if expansion := ascend.expansion_problem(environment):
+        yield Finding(
+            topic="environment",
+            state="fail",
+            said=f"with enable_kvpp {expansion}",
+            way_out=f"unset {ascend.EXPANSION}",
+        )
+    elif not wrong:
         said = ", ".join(f"{name}={text}" for name, text in given.items())
         yield Finding(topic="environment", state="ok", said=said or "defaults of HCCL and ASCEND_*")
 

@@ -12,10 +12,14 @@ from kvpp_connect.errors import ConfigError, PeerError
 
 PROTOCOLS = ("tcp", "rdma", "ascend")
 
-INSTALL_HINT = (
+_INSTALL_HINT = (
     "Install mooncake-transfer-engine-cuda13 or mooncake-transfer-engine, as the CUDA of torch "
     "(mooncake-transfer-engine-non-cuda on CPU machines), and the system library it names (Debian: "
     "libibverbs1)"
+)
+_ASCEND_INSTALL_HINT = (
+    "Install mooncake-transfer-engine-npu, and none of its other builds beside it, and source "
+    "CANN's set_env.sh"
 )
 
 _TCP_SETTINGS = {
@@ -35,6 +39,11 @@ _TCP_SETTINGS = {
 }
 
 _ASCEND_REGIONS = 256  # that one process may register with HCCL
+
+
+def install_hint(protocol: str = "") -> str:
+    """What to do where mooncake cannot be loaded."""
+    return _ASCEND_INSTALL_HINT if protocol == "ascend" else _INSTALL_HINT
 
 
 def set_tcp_environment(host: str) -> None:
@@ -94,7 +103,7 @@ class MooncakeEngine:
             from mooncake.engine import TransferEngine as Engine
         except ImportError as error:
             raise ConfigError(
-                f"MooncakeConnectorV2: cannot load mooncake ({error}). {INSTALL_HINT}"
+                f"MooncakeConnectorV2: cannot load mooncake ({error}). {install_hint(protocol)}"
             ) from error
         self._engine: Any = Engine()
         code = self._engine.initialize(host, "P2PHANDSHAKE", protocol, device_name)
@@ -139,9 +148,14 @@ class MooncakeEngine:
             self._regions_left -= 1
         code = self._engine.register_memory(address, length_bytes)
         if code != 0:
+            check = (
+                "the devices in /etc/hccn.conf and their links (kvpp doctor)"
+                if self._protocol == "ascend"
+                else "the locked-memory limit (ulimit -l)"
+            )
             raise ConfigError(
                 f"MooncakeConnectorV2: mooncake refuses to register {length_bytes} bytes of KV "
-                f"cache (code {code}); check the locked-memory limit (ulimit -l)"
+                f"cache (code {code}); check {check}"
             )
 
     def read(

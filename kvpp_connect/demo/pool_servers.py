@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvpp_connect.connectors.mooncake_engine import INSTALL_HINT
+from kvpp_connect.connectors.mooncake_engine import install_hint
 from kvpp_connect.demo.client import sum_samples
 from kvpp_connect.demo.local_http import get_text
 from kvpp_connect.demo.ports import LOOPBACK
@@ -122,4 +122,4 @@ def _program(name: str) -> str:
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         if (path := Path(folder, name)).exists():
             return str(path)
-    raise ConfigError(f"cannot find Mooncake's {name}. {INSTALL_HINT}")
+    raise ConfigError(f"cannot find Mooncake's {name}. {install_hint()}")

@@ -84,6 +84,7 @@ PLATFORMS: dict[str, Platform] = {
         kvpp_worker_cls="kvpp_connect.seam.ascend_worker.KvppNPUWorker",
         device_cls="kvpp_connect.platforms.ascend.AscendDevice",
         transfer_protocol="ascend",
+        group_options="kvpp_connect.platforms.ascend.group_options",
         block_numbers="layer",
     ),
 }

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -22,7 +23,9 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 from vllm.v1.request import RequestStatus
 
 from kvpp_connect._log import get_logger
+from kvpp_connect.errors import ConfigError
 from kvpp_connect.platforms.base import PLATFORMS, select_platform
+from kvpp_connect.seam import ascend
 from kvpp_connect.seam.older_vllm import (
     TELLS_SYNC_LOADS,
     BlockTables,
@@ -68,7 +71,9 @@ __all__ = [
     "RequestStatus",
     "SupportsHMA",
     "allow_second_loads",
+    "choose_first_device",
     "create_metric_per_engine",
+    "device_index",
     "expect_loads",
     "get_ip",
     "has_sync_loads",
@@ -140,11 +145,34 @@ def expect_loads(vllm_config: "VllmConfig", connector: str) -> None:
 
     Args:
         connector: who loads, for the log.
+
+    Raises:
+        ConfigError: vllm-ascend would take the changed role for more than that.
     """
     whole = vllm_config.kv_transfer_config
-    if whole is not None and whole.kv_role == "kv_producer":
+    if whole is None or whole.kv_role != "kv_producer":
+        return
+    if vllm_config.device_config.device_type != ascend.DEVICE_TYPE:
         whole.kv_role = "kv_both"
         logger.info("%s loads KV: the engine's kv_role is kv_both, not kv_producer", connector)
+    elif vllm_config.max_concurrent_batches > 1:
+        raise ConfigError(
+            f"{connector} loads KV, and kv_role kv_producer lets vLLM hand out blocks that an "
+            'earlier step may still write. Set "kv_role": "kv_both" for the whole engine, by which '
+            "vllm-ascend chooses kernels as well, or use --no-async-scheduling"
+        )
+
+
+def choose_first_device(vllm_config: "VllmConfig") -> None:
+    """Make the first NPU current in a process that has none; on other devices nothing."""
+    if vllm_config.device_config.device_type == ascend.DEVICE_TYPE:
+        torch.get_device_module(ascend.DEVICE_TYPE).set_device(0)
+
+
+def device_index(vllm_config: "VllmConfig") -> int:
+    """Index of this process's accelerator; 0 on a CPU."""
+    device_type = vllm_config.device_config.device_type
+    return 0 if device_type == "cpu" else torch.get_device_module(device_type).current_device()
 
 
 def make_device(vllm_config: "VllmConfig") -> "Callable[[], Device] | None":

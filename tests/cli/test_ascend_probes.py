@@ -89,6 +89,13 @@ def test_a_vllm_ascend_with_a_kvpp_of_its_own_is_told_apart(found, monkeypatch):
         )}),
         ("HCCN", "fail", "no address", "hccn_tool", {"files": False}),
         ("environment", "fail", "HCCL_BUFFSIZE is '200MB'", "unset", {"HCCL_BUFFSIZE": "200MB"}),
+        (
+            "environment",
+            "fail",
+            "with enable_kvpp HCCL_OP_EXPANSION_MODE is 'AIV'",
+            "unset HCCL_OP_EXPANSION_MODE",
+            {"HCCL_OP_EXPANSION_MODE": "AIV"},
+        ),
         ("mooncake for NPUs", "fail", "is not installed", "pip install", {
             "without": ["mooncake-transfer-engine-npu"]
         }),

@@ -3,7 +3,8 @@
 import subprocess
 import sys
 import textwrap
-from types import SimpleNamespace
+from datetime import timedelta
+from types import ModuleType, SimpleNamespace
 
 import pytest
 from builders import bundle_stage
@@ -12,12 +13,14 @@ from noting_engine import NotingEngine
 pytest.importorskip("vllm")
 
 import torch
+from vllm.config import CUDAGraphMode
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
 from kvpp_connect.config import KvppConfig
 from kvpp_connect.errors import ConfigError, SeamError
 from kvpp_connect.layout import CacheComponent, place_rank, plan_group, stage_layers, tensor_name
-from kvpp_connect.seam import ascend
+from kvpp_connect.platforms.ascend import group_options
+from kvpp_connect.seam import api, ascend
 from kvpp_connect.seam.ascend_caches import PlacedCaches, tensor_bytes, with_indexers
 from kvpp_connect.seam.ascend_hooks import AscendLayerHooks
 
@@ -55,6 +58,81 @@ def test_options_of_our_runtime_are_refused_where_the_host_serves_the_layers():
     ascend.leave_to_host(KvppConfig(enabled=True))
     with pytest.raises(ConfigError, match=r"additional_config.kvpp.*Remove them"):
         ascend.leave_to_host(KvppConfig(enabled=True, mode="full"))
+
+
+@pytest.mark.parametrize("mode", ["AIV", "AIV_ONLY", "aiv"])
+def test_collectives_on_vector_cores_are_refused(mode):
+    said = ascend.expansion_problem({"HCCL_OP_EXPANSION_MODE": mode})
+    assert f"HCCL_OP_EXPANSION_MODE is {mode!r}" in said
+    assert "Unset it" in said
+
+
+def test_collectives_elsewhere_pass():
+    assert ascend.expansion_problem({"HCCL_OP_EXPANSION_MODE": "AI_CPU"}) == ""
+    assert ascend.expansion_problem({}) == ""
+
+
+@pytest.mark.parametrize(
+    ("own_kvpp", "asked", "settled"),
+    [
+        (False, None, CUDAGraphMode.PIECEWISE),
+        (False, CUDAGraphMode.FULL, CUDAGraphMode.FULL),  # refused later
+        (True, None, None),
+    ],
+)
+def test_graphs_that_the_user_left_open_leave_attention_out(monkeypatch, own_kvpp, asked, settled):
+    monkeypatch.setattr(ascend, "has_own_kvpp", lambda: own_kvpp)
+    compilation = SimpleNamespace(cudagraph_mode=asked)
+    ascend.settle_defaults(SimpleNamespace(compilation_config=compilation, optimization_level=2))
+    assert compilation.cudagraph_mode is settled
+
+
+def loading(device, steps):
+    """A prefill node whose pool loads."""
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_role="kv_producer"),
+        device_config=SimpleNamespace(device_type=device),
+        max_concurrent_batches=steps,
+    )
+
+
+def test_the_role_by_which_vllm_ascend_chooses_kernels_is_left_to_the_user():
+    config = loading("cpu", 2)
+    api.expect_loads(config, "C")
+    assert config.kv_transfer_config.kv_role == "kv_both"
+    config = loading("npu", 1)
+    api.expect_loads(config, "C")
+    assert config.kv_transfer_config.kv_role == "kv_producer"
+    with pytest.raises(ConfigError, match=r'C loads KV.*Set "kv_role": "kv_both"'):
+        api.expect_loads(loading("npu", 2), "C")
+
+
+def test_the_first_npu_is_chosen_where_a_process_has_none(monkeypatch):
+    chosen = []
+    npu = SimpleNamespace(set_device=chosen.append, current_device=lambda: 3)
+    monkeypatch.setattr(torch, "get_device_module", {"npu": npu}.__getitem__)
+    for device, index in (("cpu", 0), ("npu", 3)):
+        api.choose_first_device(loading(device, 1))
+        assert api.device_index(loading(device, 1)) == index
+    assert chosen == [0]
+
+
+@pytest.mark.parametrize(
+    ("asked", "buffer_mb"), [(None, 200), ("1024", 200), ("64", 64), ("x", 200)]
+)
+def test_the_kvpp_group_takes_no_more_buffer_than_it_needs(monkeypatch, asked, buffer_mb):
+    """HCCL_BUFFSIZE is for the group that exchanges tokens of experts."""
+    if asked is None:
+        monkeypatch.delenv("HCCL_BUFFSIZE", raising=False)
+    else:
+        monkeypatch.setenv("HCCL_BUFFSIZE", asked)
+    hccl = SimpleNamespace(ProcessGroupHCCL=SimpleNamespace(Options=SimpleNamespace))
+    package = ModuleType("torch_npu")
+    package._C = SimpleNamespace(_distributed_c10d=hccl)  # noqa: SLF001 - where the vendor has it
+    monkeypatch.setitem(sys.modules, "torch_npu", package)
+    options = group_options(timedelta(seconds=7))
+    assert options.hccl_config == {"hccl_buffer_size": buffer_mb}
+    assert options._timeout == timedelta(seconds=7)  # noqa: SLF001 - torch's name
 
 
 def test_an_indexer_of_a_draft_layer_is_a_draft_as_well():

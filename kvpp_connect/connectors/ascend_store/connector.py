@@ -27,6 +27,8 @@ from kvpp_connect.seam.api import (
     PoolPins,
     SupportsHMA,
     allow_second_loads,
+    choose_first_device,
+    device_index,
     expect_loads,
     get_ip,
     has_sync_loads,
@@ -116,6 +118,7 @@ class AscendStoreConnector(ReportsMetrics, KVConnectorBase_V1, SupportsHMA):
                     host=host,
                     segment=True,
                     protocol=transfer_protocol(vllm_config),
+                    device_index=device_index(vllm_config),
                     # All connectors of a process are made before their caches are registered.
                     engine=engine_to_share(config.store, host),
                 ),
@@ -126,6 +129,8 @@ class AscendStoreConnector(ReportsMetrics, KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: "VllmConfig", config: PoolConfig, host: str
     ) -> SchedulerSide:
         parallel = vllm_config.parallel_config
+        if config.backend == "mooncake":
+            choose_first_device(vllm_config)  # its Ascend transport asks for one in every process
         store = create_store(
             config.store, host=host, segment=False, protocol=transfer_protocol(vllm_config)
         )

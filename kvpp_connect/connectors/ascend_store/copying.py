@@ -24,6 +24,10 @@ def byte_blocks(cache: torch.Tensor, address: ComponentAddress, num_blocks: int)
 class BlockCopier(Protocol):
     """Moves blocks of several caches. Thread-safe."""
 
+    def enter_thread(self) -> None:
+        """Called first in each thread that copies, or moves copied bytes."""
+        ...
+
     def mark(self) -> StreamEvent | None:
         """Mark the work that the model has been given up to now."""
         ...
@@ -61,6 +65,9 @@ class BlockCopier(Protocol):
 
 class HostCopier:
     """Caches in host memory, where a forward is over when it returns."""
+
+    def enter_thread(self) -> None:
+        """Nothing to do."""
 
     def mark(self) -> StreamEvent | None:
         """Nothing is under way."""
@@ -103,6 +110,10 @@ class DeviceCopier:
         """Args: memory: where the caches lie."""
         self._device = device
         self._memory = memory
+
+    def enter_thread(self) -> None:
+        """Make the device current: else torch opens the first one in each rank's process."""
+        torch.get_device_module(self._memory).set_device(self._memory)
 
     def mark(self) -> StreamEvent | None:
         """Mark the work of the model's stream."""

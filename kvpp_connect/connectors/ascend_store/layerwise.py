@@ -120,7 +120,9 @@ class LayerLoader:
         # Where a layer has several caches, some are read before its attention is asked to wait.
         self._ahead = int(any(len(part.layers) > 1 for part in self._parts))
         self._rows = tools.staging.rows_for([part.end - part.begin for part in self._parts])
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kvpp-pool-layers")
+        self._threads = ThreadPoolExecutor(
+            threads, thread_name_prefix="kvpp-pool-layers", initializer=tools.copier.enter_thread
+        )
         self._step: _StepLoads | None = None
 
     def begin(self, orders: Sequence[LoadOrder], scope: str) -> None:

@@ -186,7 +186,9 @@ class Loader:
         self._tools = tools
         self._shards = shards
         self._rows = tools.staging.rows_for([caches.object_bytes for caches in shards])
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kvpp-pool-load")
+        self._threads = ThreadPoolExecutor(
+            threads, thread_name_prefix="kvpp-pool-load", initializer=tools.copier.enter_thread
+        )
 
     def begin(self, order: LoadOrder, scope: str) -> Load:
         """Begin a load; see :class:`Load` for its end."""

@@ -110,7 +110,9 @@ class Putter:
         self._timeout_s = timeout_s
         self._clock = clock
         self._rows = staging.rows_for([caches.object_bytes for caches in shards])
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kvpp-pool-put")
+        self._threads = ThreadPoolExecutor(
+            threads, thread_name_prefix="kvpp-pool-put", initializer=copier.enter_thread
+        )
         self._jobs: list[_Job] = []
 
     def begin(self, order: PutOrder, scope: str) -> None:

@@ -1,6 +1,7 @@
 """Copies between caches and rows: every byte of the named blocks, and no other."""
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -190,6 +191,15 @@ def test_between_host_and_device_each_object_goes_as_one_range_of_memory():
         on_device().gather(caches, [6, 1, 2], rows, None)
         on_device().scatter(rows, caches, [3, 0, 4])
     assert log.whole == [True] * 6
+
+
+def test_a_thread_that_is_entered_has_the_device_for_its_current_one(monkeypatch):
+    """Else torch makes the first device's context in it, whichever stream it is given."""
+    chosen = []
+    module = SimpleNamespace(set_device=chosen.append)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    DeviceCopier(FakeDevice(), torch.device("cuda", 3)).enter_thread()
+    assert chosen == [torch.device("cuda", 3)]
 
 
 def test_on_a_host_nothing_is_under_way_after_a_forward():

@@ -248,7 +248,7 @@ def test_memcache_is_set_up_as_its_settings_say(memcache_client, server, segment
         "tls_key_path": "/k",
         "aggregate_num": 7,
     }
-    assert start == ("init", 3, True)
+    assert start == ("init", 3, segment)
 
 
 @pytest.mark.parametrize(

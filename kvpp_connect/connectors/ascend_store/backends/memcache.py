@@ -43,7 +43,7 @@ class MemcacheStore:
 
         Args:
             settings: where the pool is.
-            segment: whether to lend memory to the pool.
+            segment: whether to lend memory to the pool; a client that does not only looks up.
             device_index: accelerator of this process.
 
         Raises:
@@ -72,7 +72,7 @@ class MemcacheStore:
         config = local_config(memcache_hybrid.LocalConfig(), settings, segment=segment)
         for step, code in (
             ("set-up", lambda: self._store.setup(config)),
-            ("start", lambda: self._store.init(device_index, True)),
+            ("start", lambda: self._store.init(device_index, segment)),
         ):
             if (answer := code()) != 0:
                 raise ConfigError(

@@ -25,8 +25,8 @@ from kvpp_connect.connectors.ascend_store.backends.base import (
 from kvpp_connect.connectors.ascend_store.backends.guard import ClientGuard
 from kvpp_connect.connectors.ascend_store.backends.settings import MooncakeSettings
 from kvpp_connect.connectors.mooncake_engine import (
-    INSTALL_HINT,
     MooncakeEngine,
+    install_hint,
     set_tcp_environment,
 )
 from kvpp_connect.errors import ConfigError
@@ -289,5 +289,7 @@ def _load(host: str, protocol: str) -> Any:  # noqa: ANN401 - a module without t
     try:
         import mooncake.store
     except ImportError as error:
-        raise ConfigError(f"cannot load mooncake's store ({error}). {INSTALL_HINT}") from error
+        raise ConfigError(
+            f"cannot load mooncake's store ({error}). {install_hint(protocol)}"
+        ) from error
     return mooncake.store

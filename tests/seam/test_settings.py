@@ -21,6 +21,7 @@ from kvpp_connect.seam.settings import (
     choose_mode,
     settle_mode,
 )
+from kvpp_connect.seam.worker import KvppWorkerMixin
 
 OURS = "kvpp_connect.connectors"
 
@@ -100,10 +101,13 @@ def test_a_supported_deployment_passes():
     check_supported(deployment(speculative_config=speculation("eagle", mla=True)))
 
 
-def test_a_connector_that_came_into_the_configuration_later_is_refused_as_well():
+def test_a_worker_refuses_a_connector_that_came_into_the_configuration_later():
+    """As with --kv-offloading-size, which vLLM turns into one when all checks are over."""
     check_connector(deployment(kv_transfer_config=connector("MooncakeConnectorV2")))
+    worker = KvppWorkerMixin()
+    worker.vllm_config = deployment(kv_transfer_config=connector("OffloadingConnector", None))
     with pytest.raises(ConfigError, match=r"connector 'OffloadingConnector'.*garbage"):
-        check_connector(deployment(kv_transfer_config=connector("OffloadingConnector", None)))
+        worker._kvpp_runtime()  # noqa: SLF001 - what every entry asks for first
 
 
 @pytest.mark.parametrize(

@@ -164,9 +164,12 @@ def expect_loads(vllm_config: "VllmConfig", connector: str) -> None:
 
 
 def choose_first_device(vllm_config: "VllmConfig") -> None:
-    """Make the first NPU current in a process that has none; on other devices nothing."""
-    if vllm_config.device_config.device_type == ascend.DEVICE_TYPE:
-        torch.get_device_module(ascend.DEVICE_TYPE).set_device(0)
+    """Make the first NPU current in a process that uses none yet; on other devices nothing."""
+    if vllm_config.device_config.device_type != ascend.DEVICE_TYPE:
+        return
+    npu = torch.get_device_module(ascend.DEVICE_TYPE)
+    if not npu.is_initialized():  # else a worker runs in this process, and has chosen
+        npu.set_device(0)
 
 
 def device_index(vllm_config: "VllmConfig") -> int:

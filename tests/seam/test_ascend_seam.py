@@ -108,12 +108,17 @@ def test_the_role_by_which_vllm_ascend_chooses_kernels_is_left_to_the_user():
 
 
 def test_the_first_npu_is_chosen_where_a_process_has_none(monkeypatch):
-    chosen = []
-    npu = SimpleNamespace(set_device=chosen.append, current_device=lambda: 3)
+    chosen, in_use = [], False
+    npu = SimpleNamespace(
+        set_device=chosen.append, current_device=lambda: 3, is_initialized=lambda: in_use
+    )
     monkeypatch.setattr(torch, "get_device_module", {"npu": npu}.__getitem__)
     for device, index in (("cpu", 0), ("npu", 3)):
         api.choose_first_device(loading(device, 1))
         assert api.device_index(loading(device, 1)) == index
+    assert chosen == [0]
+    in_use = True
+    api.choose_first_device(loading("npu", 1))
     assert chosen == [0]
 
 

@@ -21,6 +21,13 @@ def note_the_test(request):
     RUN.add(request.node.originalname)
 
 
+def send_until(cluster, enough, **more):
+    """Requests until chance has had its turns; ``enough`` looks at the injected faults."""
+    cluster.send(40, **more)
+    while not enough(cluster.injected):
+        cluster.send(10, **more)
+
+
 def failures(sums):
     """Counters of what did not get into or out of the pool."""
     return {name: n for name, n in sums.items() if name.startswith("pool_failures")}
@@ -55,9 +62,8 @@ def test_a_block_that_lacks_one_shard_is_no_hit(run_pool):
 def test_objects_that_are_gone_or_damaged_or_foreign(run_pool, mode):
     bad = {"store_faults": BAD_OBJECTS, "store_rates": {"get": 0.4}}
     with run_pool(settings=MODES[mode], **bad) as cluster:
-        cluster.send(40)
-    assert cluster.outcomes() == {"finished": 40}
-    assert cluster.injected.total() > 10
+        send_until(cluster, lambda injected: injected.total() > 10)
+    assert cluster.outcomes().keys() == {"finished"}
 
 
 @pytest.mark.parametrize("mode", ["async", "layerwise"])
@@ -65,9 +71,8 @@ def test_calls_that_fail_or_come_late_on_one_rank(run_pool, mode):
     puts = {"store_faults": BAD_PUTS, "store_rates": {"put": 0.2, "put exists": 0.15}}
     gets = {"store_faults": (*BAD_GETS, *BAD_LOOKUPS), "store_rates": {"get": 0.4, "lookup": 0.1}}
     with run_pool(settings=MODES[mode], **puts, only_b=gets) as cluster:
-        cluster.send(45, pause_s=0.1)
-    assert cluster.outcomes() == {"finished": 45}
-    assert cluster.injected.total() > 10
+        send_until(cluster, lambda injected: injected.total() > 10, pause_s=0.1)
+    assert cluster.outcomes().keys() == {"finished"}
 
 
 def test_requests_that_can_never_be_loaded_are_computed(run_pool):
@@ -119,9 +124,8 @@ def test_clients_that_lend_memory_are_killed(run_pool):
         run_pool() as cluster,
         PoolFaults(cluster, ("kill lender", "kill rank", "kill engine"), rate=0.15),
     ):
-        cluster.send(40, pause_s=0.1)
+        send_until(cluster, lambda injected: injected.total() > 2, pause_s=0.1)
     assert cluster.outcomes().keys() <= {"finished", "lost"}
-    assert cluster.injected.total() > 2
 
 
 def test_resets_during_traffic(run_pool):
@@ -129,9 +133,8 @@ def test_resets_during_traffic(run_pool):
         run_pool(only_b={"prefix_caching": True}) as cluster,
         PoolFaults(cluster, ("reset", "reset and preempt"), rate=0.5),
     ):
-        cluster.send(45)
-    assert cluster.outcomes() == {"finished": 45}
-    assert cluster.injected["reset"] > 1
+        send_until(cluster, lambda injected: injected["reset"] > 1)
+    assert cluster.outcomes().keys() == {"finished"}
 
 
 def test_a_pool_that_is_too_small(run_pool):

@@ -32,3 +32,9 @@ def test_a_misspelt_connector_key(describe, run_servers):
     }
     text = refusal(describe, run_servers, "misspelt", kv=kv)
     assert "unknown key 'lease'; did you mean 'lease_s'?" in text
+
+
+def test_a_connector_that_vllm_would_put_in_after_all_checks(describe, run_servers):
+    more = ("--kv-offloading-size", "1")
+    text = refusal(describe, run_servers, "offloading", ranks=2, kvpp={}, args=more)
+    assert "kv_offloading_size brings a connector that does not know" in text

@@ -40,7 +40,7 @@ def test_a_bad_control_channel(run_cluster, prefill_spec, decode_spec):
     nodes = decode_spec("d1"), decode_spec("d2", ranks=2)
     with run_cluster(prefill_spec(), nodes) as cluster:
         cluster.proxy.rate = 0.35
-        while not all(cluster.injected[f"control {fault}"] for fault in FAULTS):
+        while not all(cluster.proxy.injected[f"control {fault}"] for fault in FAULTS):
             send(cluster, 50)
             cluster.settle(60)
         cluster.proxy.rate = 0

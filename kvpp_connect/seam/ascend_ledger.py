@@ -4,7 +4,7 @@ In two parts, since importing the worker applies vllm-ascend's patches for worke
 verified with the configuration, the second one in the worker.
 """
 
-from kvpp_connect.seam.ledger import LEDGER, Touchpoint
+from kvpp_connect.seam.ledger import LEDGER, OPEN_DEFAULTS, Touchpoint
 
 SUPPORTED_ASCEND = "vllm-ascend 0.26.0rc1 on vLLM 0.26"
 
@@ -78,11 +78,7 @@ ASCEND_CONFIG_LEDGER: tuple[Touchpoint, ...] = (
         parameters=("cls", "vllm_config"),
         why="wrapped: chooses worker_cls, and all2all_backend with it",
     ),
-    Touchpoint(
-        target="vllm.platforms.interface:Platform.apply_config_platform_defaults",
-        parameters=("cls", "vllm_config"),
-        why="wrapped: sees what the user left open, before vLLM's own defaults fill it",
-    ),
+    OPEN_DEFAULTS,
     Touchpoint(
         target="vllm.config.compilation:CompilationConfig",
         fields=("cudagraph_mode", "splitting_ops"),

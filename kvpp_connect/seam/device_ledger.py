@@ -5,7 +5,7 @@ CPUs replaces torch's streams and events by placeholders when it is imported: on
 that would be the end of all ordering between streams.
 """
 
-from kvpp_connect.seam.ledger import LEDGER, Touchpoint
+from kvpp_connect.seam.ledger import LEDGER, OPEN_DEFAULTS, Touchpoint
 from kvpp_connect.seam.runner_v2_ledger import RUNNER_V2_LEDGER
 
 CPU_LEDGER: tuple[Touchpoint, ...] = (
@@ -23,11 +23,7 @@ CPU_LEDGER: tuple[Touchpoint, ...] = (
 )
 
 CUDA_LEDGER: tuple[Touchpoint, ...] = (
-    Touchpoint(
-        target="vllm.platforms.interface:Platform.apply_config_platform_defaults",
-        parameters=("cls", "vllm_config"),
-        why="wrapped: sees what the user left open, before vLLM's own defaults fill it",
-    ),
+    OPEN_DEFAULTS,
     Touchpoint(
         target="vllm.config.compilation:CompilationConfig",
         fields=(

@@ -38,6 +38,13 @@ class Touchpoint:
     why: str
 
 
+# Where a default is settled: not on CPUs, whose defaults KVPP can run with.
+OPEN_DEFAULTS = Touchpoint(
+    target="vllm.platforms.interface:Platform.apply_config_platform_defaults",
+    parameters=("cls", "vllm_config"),
+    why="wrapped: sees what the user left open, before vLLM's own defaults fill it",
+)
+
 LEDGER: tuple[Touchpoint, ...] = (
     Touchpoint(
         target="vllm.platforms.interface:Platform.check_and_update_config",

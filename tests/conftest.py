@@ -1,9 +1,10 @@
 import random
-import socket
 
 import pytest
 from hypothesis import HealthCheck, settings
 from processes import Child
+
+from kvpp_connect.demo.ports import free_ports
 
 # Two busy cores must not turn a property into a timed test.
 settings.register_profile("kvpp", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -45,9 +46,7 @@ def pytest_report_header(config):
 @pytest.fixture
 def free_port():
     """A loopback port that nobody uses at this moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return free_ports(1)[0]
 
 
 @pytest.fixture

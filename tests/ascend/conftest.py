@@ -1,10 +1,11 @@
 """Contract tests with vllm-ascend: `make test-ascend` runs them, in an environment of their own."""
 
-import socket
 from contextlib import contextmanager
 from importlib.util import find_spec
 
 import pytest
+
+from kvpp_connect.demo.ports import free_ports
 
 if find_spec("vllm_ascend") is None:
     collect_ignore_glob = ["test_*.py"]  # the usual environment has a vLLM of its own
@@ -18,9 +19,7 @@ else:
 def _children(function, model, ranks, options, *arguments):
     from processes import Child
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     started = [
         Child(function, str(model), ranks, rank, port, options, *arguments) for rank in range(ranks)
     ]

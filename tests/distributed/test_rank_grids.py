@@ -5,13 +5,14 @@ groups that the seam derives from it, and the engine.
 """
 
 import os
-import socket
 
 import pytest
 import torch.distributed as dist
 from builders import bundle_stage
 from engine_traffic import Rank, run_forwards
 from processes import Child
+
+from kvpp_connect.demo.ports import free_ports
 
 pytest.importorskip("vllm", reason="needs vLLM")
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300)]
@@ -70,9 +71,7 @@ def run_in_grid(pipe, rank):
 @pytest.fixture(scope="module")
 def answers():
     """What every rank of every grid says: its place, and its bytes in full and compact mode."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     children = [Child(run_in_grids, rank, port) for rank in range(4)]
     try:
         return {

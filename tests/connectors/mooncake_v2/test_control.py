@@ -79,11 +79,11 @@ def test_a_late_answer_is_not_taken_for_the_next_questions(serve):
         assert client.ask(wire.Confirm(LEASE), timeout_s=5).state is wire.LeaseState.HELD
 
 
-def test_nobody_there_is_an_error_in_time():
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        port = unused.getsockname()[1]
-    with ControlClient("127.0.0.1", port, 0.2) as client, pytest.raises(PeerError, match=str(port)):
+def test_nobody_there_is_an_error_in_time(free_port):
+    with (
+        ControlClient("127.0.0.1", free_port, 0.2) as client,
+        pytest.raises(PeerError, match=str(free_port)),
+    ):
         client.ask(wire.GetManifest())
 
 

@@ -1,4 +1,6 @@
+import os
 import random
+import tempfile
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -37,6 +39,13 @@ def pytest_addoption(parser):
         default=0,
         help="seed of the first of them; the others follow",
     )
+
+
+def pytest_configure(config):
+    # vLLM does not remove its sockets.
+    folder = tempfile.TemporaryDirectory(prefix="kvpp-test-", ignore_cleanup_errors=True)
+    os.environ["VLLM_RPC_BASE_PATH"] = folder.name
+    config.add_cleanup(folder.cleanup)
 
 
 def pytest_report_header(config):

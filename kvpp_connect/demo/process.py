@@ -14,6 +14,7 @@ import contextlib
 import glob
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -65,6 +66,7 @@ class Launch:
     health_path: str = "/health"
     orderly_end_s: float = 15.0  # after SIGTERM, before SIGKILL, where the parent has died
     scratch_pattern: str = ""  # regex of file names in the log that the program may leave behind
+    folder_variable: str = ""  # environment variable that names a folder, removed at the end
 
 
 class ServerProcess:
@@ -75,6 +77,7 @@ class ServerProcess:
         self.log_path = log_path
         self._popen: subprocess.Popen[bytes] | None = None
         self._leader_exit_code: int | None = None
+        self._folder: str | None = None
 
     @property
     def name(self) -> str:
@@ -85,13 +88,16 @@ class ServerProcess:
         """Start the program; its output goes to the log file."""
         isolated = (sys.executable, "-I", "-S", guard.__file__)
         settings = (str(os.getpid()), str(self.launch.orderly_end_s))
+        env = {**os.environ, **self.launch.env}
+        if self.launch.folder_variable:
+            self._folder = env[self.launch.folder_variable] = tempfile.mkdtemp(prefix="kvpp-")
         with self.log_path.open("wb") as log:
             self._popen = subprocess.Popen(
                 [*isolated, *settings, *self.launch.argv],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self.launch.env},
+                env=env,
                 process_group=0,
             )
 
@@ -164,7 +170,10 @@ class ServerProcess:
             self._remove_scratch()
 
     def _remove_scratch(self) -> None:
-        """Remove temporary files and shared memory of the ended program, by names in its log."""
+        """Remove what the ended program may leave: its folder, and by names in its log."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
         if self.launch.scratch_pattern:
             for name in set(re.findall(self.launch.scratch_pattern, read_log(self.log_path))):
                 for folder in (Path("/dev/shm"), Path(tempfile.gettempdir())):

@@ -108,6 +108,7 @@ class VllmServer:
             port=self.port,
             env={**_vllm_env(compiled=self.compiled), **self.env},
             scratch_pattern=r"vllm_dist_[0-9a-f]{32}",
+            folder_variable="VLLM_RPC_BASE_PATH",  # of sockets that vLLM does not remove
         )
 
 

@@ -250,5 +250,5 @@ def _cut_when_told(harness: Connection) -> None:
 
 
 def meeting_file() -> str:
-    """A name for a file that does not exist."""
-    return tempfile.mktemp(prefix="kvpp-chaos-")
+    """A name for a file that does not exist, in the tests' own folder."""
+    return tempfile.mktemp(prefix="meeting-", dir=os.environ["VLLM_RPC_BASE_PATH"])

@@ -61,6 +61,8 @@ def main() -> int:
     tokens = int(options.get("kv_tokens", "14464"))
     print(f"(EngineCore pid=5) INFO 11-30 03:37:19 [u.py:1] CPU KV cache size: {tokens:,} tokens")
     print(options.get("log", ""))
+    if "FAKE_FOLDER" in os.environ:
+        Path(os.environ["FAKE_FOLDER"], "socket").touch()
     print("scratch name fake_scratch_0123", flush=True)
     Handler.options = options
     ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()

@@ -3,6 +3,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -156,10 +157,7 @@ def test_a_killed_server_leaves_no_shared_memory(start, tmp_path):
 
 def test_scratch_files_named_in_the_log_are_removed(start, fake, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    launch = fake(pids=tmp_path / "pids", mode="ok")
-    launch = type(launch)(
-        name=launch.name, argv=launch.argv, port=launch.port, scratch_pattern=r"fake_scratch_\d+"
-    )
+    launch = replace(fake(pids=tmp_path / "pids", mode="ok"), scratch_pattern=r"fake_scratch_\d+")
     process = ServerProcess(launch, log_path=tmp_path / "server.log")
     process.start()
     (tmp_path / "fake_scratch_0123-left").touch()
@@ -168,3 +166,15 @@ def test_scratch_files_named_in_the_log_are_removed(start, fake, tmp_path, monke
         time.sleep(0.02)
     process.stop()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["other", "pids", "server.log"]
+
+
+def test_a_server_has_a_folder_of_its_own_that_is_removed_with_it(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    launch = replace(fake(mode="ok"), folder_variable="FAKE_FOLDER")
+    process = ServerProcess(launch, log_path=tmp_path / "server.log")
+    process.start()
+    while "fake_scratch" not in process.log_path.read_text():
+        time.sleep(0.02)
+    assert [path.name for path in tmp_path.glob("kvpp-*/*")] == ["socket"]
+    process.stop()
+    assert [path.name for path in tmp_path.iterdir()] == ["server.log"]

@@ -37,16 +37,6 @@ def describe(model):
     ``kvpp`` holds KVPP's options; without it KVPP is off.
     """
 
-    given: set[int] = set()
-
-    def next_port():
-        """The kernel may offer a port again before the server that it was given to has started."""
-        port = free_ports(1)[0]
-        while port in given:
-            port = free_ports(1)[0]
-        given.add(port)
-        return port
-
     def build(
         name,
         ranks=1,
@@ -64,7 +54,7 @@ def describe(model):
             name=name,
             model=model,
             compiled=compiled,
-            port=next_port(),
+            port=free_ports(1)[0],
             tensor_parallel_size=ranks,
             kv_cache_bytes=cache_bytes,
             max_model_tokens=1024,

@@ -26,9 +26,6 @@ class Scenario(StrEnum):
     MULTI = "multi"
 
 
-_LIMITS_S = {Scenario.PD: 360.0, Scenario.POOL: 600.0}
-
-
 @app.command()
 def demo(
     scenario: Annotated[
@@ -47,9 +44,8 @@ def demo(
         int, typer.Option(min=1, help="KV cache per rank, in bytes.")
     ] = 200_000_000,
     timeout: Annotated[
-        float | None,
-        typer.Option(min=1, help="Limit for everything, in seconds. Default: 360, pool 600."),
-    ] = None,
+        float, typer.Option(min=1, help="Limit for everything, in seconds.")
+    ] = 600.0,
     base_port: Annotated[
         int | None,
         typer.Option(
@@ -72,7 +68,7 @@ def demo(
     options = DemoOptions(
         layers=layers,
         kv_cache_bytes=kv_cache_bytes,
-        timeout_s=timeout or _LIMITS_S[scenario],
+        timeout_s=timeout,
         base_port=base_port,
         log_dir=log_dir,
         keep_logs=keep_logs,

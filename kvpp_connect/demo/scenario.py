@@ -32,7 +32,7 @@ class DemoOptions:
 
     layers: int = 6
     kv_cache_bytes: int = 200_000_000  # per rank
-    timeout_s: float = 360.0  # for the whole demo
+    timeout_s: float = 600.0  # for the whole demo
     base_port: int | None = None  # None: free ports
     log_dir: Path | None = None  # None: a temporary directory
     keep_logs: bool = False

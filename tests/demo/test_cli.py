@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from kvpp_connect import __version__
 from kvpp_connect.cli import main as cli
-from kvpp_connect.demo import pd, pool
+from kvpp_connect.demo import multi, pd, pool
 from kvpp_connect.errors import ConfigError
 
 
@@ -35,11 +35,15 @@ def test_demo_runs_pd_with_the_defaults(demo_calls):
     assert demo_calls == [pd.DemoOptions()] * 2
 
 
-def test_demo_pool_runs_the_pool(monkeypatch, demo_calls):
+@pytest.mark.parametrize(
+    ("scenario", "module", "run"),
+    [("pool", pool, "run_pool_demo"), ("multi", multi, "run_multi_demo")],
+)
+def test_each_scenario_runs_with_the_defaults(monkeypatch, demo_calls, scenario, module, run):
     calls = []
-    monkeypatch.setattr(pool, "run_pool_demo", lambda options: calls.append(options) or 3)
-    assert CliRunner().invoke(cli.app, ["demo", "pool", "--layers", "4"]).exit_code == 3
-    assert calls == [pd.DemoOptions(layers=4, timeout_s=600)]
+    monkeypatch.setattr(module, run, lambda options: calls.append(options) or 3)
+    assert CliRunner().invoke(cli.app, ["demo", scenario, "--layers", "4"]).exit_code == 3
+    assert calls == [pd.DemoOptions(layers=4)]
     assert demo_calls == []
 
 

@@ -10,11 +10,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 def test_the_demo_is_identical_on_every_row(tmp_path):
+    command = [sys.executable, "-m", "kvpp_connect.cli.main", "demo", "--json"]
     done = subprocess.run(
-        [sys.executable, "-m", "kvpp_connect.cli.main", "demo", "--json", "--log-dir", tmp_path],
+        [*command, "--log-dir", tmp_path, "--timeout", "800"],
         capture_output=True,
         text=True,
-        timeout=800,
+        timeout=850,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-5000:]

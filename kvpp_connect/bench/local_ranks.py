@@ -89,6 +89,9 @@ def _rank(
     cores = sorted(os.sched_getaffinity(0))
     if ranks <= len(cores):
         os.sched_setaffinity(0, {cores[rank]})
+    # Else a rank that fails at once breaks the connections that another one is still making, and
+    # that one's message hides the cause.
+    os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     try:
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
         torch.set_num_threads(1)

@@ -42,7 +42,9 @@ def _read(request: urllib.request.Request, timeout_s: float) -> bytes:
     except urllib.error.HTTPError as error:
         text = error.read(500).decode(errors="replace")
         raise PeerError(f"{request.full_url} answered {error.code}: {text}") from error
-    except TimeoutError as error:
-        raise PeerError(f"{request.full_url} did not answer within {timeout_s:.0f} s") from error
     except (OSError, HTTPException) as error:
+        # While it connects, a time-out comes as the reason of another error.
+        if isinstance(getattr(error, "reason", error), TimeoutError):
+            late = f"{request.full_url} did not answer within {timeout_s:.0f} s"
+            raise PeerError(late) from error
         raise PeerError(f"{request.full_url} gave no answer: {error}") from error

@@ -11,10 +11,10 @@ from kvpp_connect.demo.servers import RouterServer, VllmServer
 GROUP_PORTS_NEEDED = 6
 _RANKS = 2
 _MODULE = "kvpp_connect.connectors"
-# The router asks a dead prefill node no more after about a second.
+# The router asks a dead prefill node, which refuses, no more after about a second.
 _PROMPT = (
     *("--health-check-interval-secs", "1", "--health-failure-threshold", "1"),
-    *("--health-check-timeout-secs", "1"),
+    *("--health-check-timeout-secs", "10"),
 )
 
 

@@ -39,7 +39,7 @@ def _is_alive(pid):
 def wait_until_dead():
     """Waits for processes to be gone; returns the ids of those that are not."""
 
-    def wait(pids, limit_s=5.0):
+    def wait(pids, limit_s=40.0):
         end = time.monotonic() + limit_s
         while (alive := [pid for pid in pids if _is_alive(pid)]) and time.monotonic() < end:
             time.sleep(0.02)
@@ -52,7 +52,7 @@ def wait_until_dead():
 def read_pids():
     """Ids in a pids= file, once there are `count` of them."""
 
-    def read(path, count, limit_s=20.0):
+    def read(path, count, limit_s=40.0):
         end = time.monotonic() + limit_s
         while time.monotonic() < end:
             pids = [int(x) for x in path.read_text().split()] if path.exists() else []

@@ -4,6 +4,7 @@ Servers are called plain and fill; see fake_server.py for what may be set on eac
 """
 
 import sys
+from unittest import mock
 
 from fake_demo import Fake, read_arguments
 
@@ -29,7 +30,9 @@ def planner_of(changes):
 
 def main():
     options, changes = read_arguments()
-    return run_pool_demo(options, planner_of(changes))
+    # Fake servers store nothing later.
+    with mock.patch("kvpp_connect.demo.pool_runner._SETTLE_LIMIT_S", 1.0):
+        return run_pool_demo(options, planner_of(changes))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ salt=TEXT                  changes the answers
 pull=0 | 1                 serves pull counters that count each prompt token
 computes=1                 serves vLLM's counter of prompt tokens that were computed: all
 die_after=N                ends with exit code 3 after N completions
-after=FILE                 does not crash before this file exists
+after=FILE                 does not crash before something is in this file
 log=TEXT                   one more line in the log
 delay_s=N                  seconds before a completion is answered; notes its id in FILE.requests
 """
@@ -51,7 +51,8 @@ def main() -> int:
         memory = SharedMemory(create=True, size=1000)
         Path(options["shm"]).write_text(memory.name)
     if options.get("mode") == "crash":
-        while "after" in options and not os.path.exists(options["after"]):
+        after = Path(options["after"]) if "after" in options else None
+        while after is not None and not (after.exists() and after.read_text()):
             time.sleep(0.02)
         print(TRACEBACK, flush=True)
         return 7

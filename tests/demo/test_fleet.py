@@ -1,7 +1,6 @@
 import os
 import signal
 import socket
-import threading
 import time
 
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from kvpp_connect.demo.fleet import Fleet, State
 from kvpp_connect.demo.interrupt import Interrupted
 from kvpp_connect.demo.ports import LOOPBACK, check_ports_free, free_ports
-from kvpp_connect.demo.process import Launch, ServerError
+from kvpp_connect.demo.process import Launch, ServerError, stop_all
 from kvpp_connect.errors import ConfigError
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60)]
@@ -50,17 +49,21 @@ def test_a_server_that_ends_early_stops_the_others_and_is_named(
 def test_a_server_that_never_becomes_healthy_fails_at_the_limit(
     fake, tmp_path, read_pids, wait_until_dead
 ):
-    launches = [fake("quick"), fake("slow", mode="silent", pids=tmp_path / "pids")]
+    launches = [fake("slow", mode="silent", pids=tmp_path / "pids"), fake("quick")]
+
+    def until_slow_has_begun(_):
+        while "loading weights" not in (tmp_path / "slow.log").read_text():
+            time.sleep(0.02)
 
     def start():
         with Fleet(tmp_path) as fleet:
-            fleet.start(launches, timeout_s=1)
+            fleet.start(launches, timeout_s=1, progress=until_slow_has_begun)
 
     begin = time.monotonic()
     with pytest.raises(ServerError, match="slow: was not ready after 1 s") as caught:
         start()
     assert caught.value.log_tail == "loading weights"
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 30
     assert wait_until_dead(read_pids(tmp_path / "pids", 1), 0) == []
 
 
@@ -131,15 +134,17 @@ def test_a_signal_ends_the_block_and_the_servers(
 
 
 def test_a_signal_during_the_clean_up_waits_until_it_is_done(
-    fake, tmp_path, read_pids, wait_until_dead
+    fake, tmp_path, read_pids, wait_until_dead, monkeypatch
 ):
-    """The server needs a second to be stopped; the signal comes in the middle of it."""
-    interrupt = threading.Timer(0.4, os.kill, (os.getpid(), signal.SIGINT))
+    def stop_interrupted(graces_s):
+        os.kill(os.getpid(), signal.SIGINT)
+        stop_all(graces_s)
+
+    monkeypatch.setattr("kvpp_connect.demo.fleet.stop_all", stop_interrupted)
 
     def start_and_leave():
         with Fleet(tmp_path, stop_grace_s=1) as fleet:
             fleet.start([fake(term="ignore", pids=tmp_path / "pids")], timeout_s=30)
-            interrupt.start()
 
     with pytest.raises(Interrupted):
         start_and_leave()

@@ -56,7 +56,7 @@ def test_a_server_that_ignores_sigterm_is_killed_within_the_grace(
     pids = read_pids(tmp_path / "pids", 1)
     begin = time.monotonic()
     process.stop(grace_s=0.5)
-    assert 0.5 <= time.monotonic() - begin < 3
+    assert 0.5 <= time.monotonic() - begin < 10  # the default is 15
     assert process.exit_code() == -signal.SIGKILL
     assert wait_until_dead(pids, 0) == []
 

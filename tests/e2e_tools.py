@@ -57,7 +57,7 @@ def decode(client, prompt, params):
 def kv(role, **extra):
     """The transfer configuration of a P/D node that gives up early."""
     if role != "kv_producer":
-        extra = {"control_timeout_s": 2, "failed_read_hold_s": 1, **extra}
+        extra = {"control_timeout_s": 5, "failed_read_hold_s": 1, **extra}
     return {
         "kv_connector": "MooncakeConnectorV2",
         "kv_connector_module_path": "kvpp_connect.connectors",
@@ -94,6 +94,9 @@ def pool(master, role="kv_both", **extra):
             "master_server_address": master.address,
             "global_segment_size": 0,  # a store node lends the memory
             "protocol": "tcp",
+            # A machine that stalls must not turn a hit into a recompute.
+            "lookup_timeout_s": 20,
+            "load_timeout_s": 60,
             **extra,
         },
     }

@@ -8,14 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
-from e2e_tools import count, decode, kv, post, prefill, wait_for
+from e2e_tools import count, decode, is_idle, kv, post, prefill, wait_for
 
 from kvpp_connect.errors import PeerError
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 TOKEN_BYTES = 6 * 576 * 4
-LEASE_S = 5
+LEASE_S = 12
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +70,7 @@ def test_the_tokens_are_those_of_plain_vllm_and_each_byte_leaves_p_once(
 
 def test_one_done_per_request_frees_the_blocks_on_p(nodes, prompts, plain):
     p = nodes["p"]
+    wait_for(lambda: is_idle(p))
     before = count(p, "leases_granted", "leases_released", "leases_expired")
     for number in range(3):
         prompt = fresh(prompts[0], number)
@@ -80,9 +81,7 @@ def test_one_done_per_request_frees_the_blocks_on_p(nodes, prompts, plain):
         return [a - b for a, b in zip(now, before, strict=True)] == [3, 3, 0]
 
     wait_for(settled)
-    assert wait_for(lambda: p.counters(["vllm:kv_cache_usage_perc"])) == {
-        "vllm:kv_cache_usage_perc": 0.0
-    }
+    wait_for(lambda: is_idle(p))
 
 
 @pytest.fixture
@@ -116,7 +115,7 @@ def test_while_d_is_full_an_abort_frees_p_s_blocks_at_once_and_who_waits_is_pull
         tokens = answer.result()
     waited_s = time.monotonic() - began
     assert tokens == plain.complete(waiting, max_tokens=12).token_ids
-    assert waited_s > 1.5 * LEASE_S, "D was not full for long enough to show anything"
+    assert waited_s > LEASE_S, "D was not full for long enough to show anything"
     wait_for(lambda: count(full, "pull_tokens")[0] > pulled)
     assert count(full, "pull_failures") == [failures]
     expired, _, renewed = count(p, "leases_expired", "leases_released", "leases_renewed")
@@ -126,8 +125,8 @@ def test_while_d_is_full_an_abort_frees_p_s_blocks_at_once_and_who_waits_is_pull
 def test_a_reader_that_never_comes_is_forgotten_after_the_lease(nodes, prompts, plain):
     p = nodes["p"]
     prompt = fresh(prompts[1], 10)
-    params = prefill(p, prompt)
     (before,) = count(p, "leases_expired")
+    params = prefill(p, prompt)
     wait_for(lambda: count(p, "leases_expired")[0] > before, timeout_s=LEASE_S + 90)
     # Too late: the blocks may belong to somebody else. D computes the prompt itself.
     expected = plain.complete(prompt, max_tokens=12).token_ids

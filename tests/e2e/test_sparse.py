@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 BLOCK_TOKENS = 64
 MEMORY = 60_000_000
 MAIN_PAGE, INDEX_PAGE = BLOCK_TOKENS * 576 * 4, BLOCK_TOKENS * (INDEX_DIM + 4)
-LONG = 70  # tokens
+LONG = 130  # tokens
 # For running requests on the tiny servers: one of 1,024 tokens, and not four with long answers.
 TINY_BLOCKS = 17
 # Name of the server: KVPP's options, switches of the equipment. The one called compact is compiled.

@@ -126,7 +126,7 @@ class Node:
         for process in (self.scheduler, *self.ranks):
             process.kill()
         for process in (self.scheduler, *self.ranks):
-            process.join(10)
+            process.join(60)
             assert process.exitcode is not None, f"{process} survives SIGKILL"
         for pipe in (self._pipe, *self._cutters):
             pipe.close()
@@ -138,7 +138,7 @@ class Node:
         with contextlib.suppress(NodeDiedError):
             self.put("close")
 
-    def stop(self, limit_s=20.0):
+    def stop(self, limit_s=60.0):
         """End in an orderly way; answers the names of processes that had to be killed."""
         self.begin_to_stop()
         everyone = (self.scheduler, *self.ranks)
@@ -153,8 +153,13 @@ class Node:
 
     def _receive(self, timeout_s):
         if timeout_s and not wait([self._pipe, self.scheduler.sentinel], timeout_s):
-            raise TimeoutError(f"{self.spec.name}: not ready in {timeout_s} s, see {self.spec.log}")
+            raise TimeoutError(f"not ready in {timeout_s} s: {self._last_words()}")
         try:
             return self._pipe.recv()
         except (EOFError, ConnectionResetError) as error:
-            raise NodeDiedError(f"{self.spec.name}: see {self.spec.log}") from error
+            raise NodeDiedError(self._last_words()) from error
+
+    def _last_words(self):
+        log = self.spec.log
+        text = log.read_text(errors="replace") if log.exists() else ""
+        return f"{self.spec.name}: see {log}, which ends with\n{text[-2000:]}"

@@ -78,7 +78,7 @@ class Cluster(Fleet):
             case "damaged":
                 params = damage(params, self.rng)
             case "late":
-                self.after(LEASE_S + 0.5, lambda: self._decode(node, call, params))
+                self.after(LEASE_S + 1.5, lambda: self._decode(node, call, params))
                 return
             case "twice":
                 twin = Call(len(self.calls), f"{call.request_id}-twin", call.prompt, 3)

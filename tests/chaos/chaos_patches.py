@@ -1,6 +1,7 @@
 """What processes of a node are changed to do: a transfer engine at its worst, negative controls."""
 
 import dataclasses
+import os
 import random
 import threading
 import time
@@ -15,6 +16,7 @@ def apply_patches(spec: NodeSpec, part: str) -> None:
     Args:
         part: which process of the node this is.
     """
+    os.environ["MC_RPC_TIMEOUT_MS"] = str(spec.rpc_timeout_ms)
     if spec.late_reads:
         _fail_and_write_late(spec.late_reads)
     if spec.connector == "AscendStoreConnector" or spec.pool:
@@ -57,8 +59,12 @@ def _fail_and_write_late(share: float) -> None:
             read(self, *arguments)
             return
 
+        failed = time.monotonic()
+
         def write_late():
             time.sleep(random.uniform(0.1, LATE_WRITE_S))
+            if time.monotonic() - failed > LATE_WRITE_S + 0.5:
+                return  # the machine paused: no engine writes that late
             try:
                 read(self, *arguments)
             except PeerError:

@@ -4,7 +4,7 @@ import contextlib
 
 from chaos_fleet import Call, Fleet
 from chaos_model import BLOCK_TOKENS
-from chaos_node import Node, forks
+from chaos_node import Node, NodeDiedError, forks
 from pool_equipment import mooncake_master
 
 from kvpp_connect.connectors.ascend_store.hashing import BlockChain
@@ -18,6 +18,11 @@ PATIENT = {"load_timeout_s": 60, "lookup_timeout_s": 30}
 CALL_FAULTS = ("abort at once", "abort soon", "abort while loading", "abort decode")
 # Objects of a client that is gone are lost after five seconds.
 MASTER_FLAGS = {"client_ttl": 5, "default_kv_lease_ttl": 2000}
+# Where nothing is done to them, a pause of the machine must not end a client, a read or a call.
+PATIENT_SERVERS = {
+    "flags": {"client_ttl": 60, "default_kv_lease_ttl": 60_000},
+    "rpc_timeout_ms": 30_000,
+}
 
 
 def lend(pipe, address, segment_bytes):
@@ -116,7 +121,8 @@ class PoolCluster(Fleet):
             case "abort at once":
                 self._abort(node, call)
             case "abort while loading":
-                node.put("abort_loading", call.request_id)
+                with contextlib.suppress(NodeDiedError):  # noticed by pump
+                    node.put("abort_loading", call.request_id)
             case "abort soon":
                 self.after(self.rng.uniform(0, 0.5), lambda: self._abort(node, call))
         if self.on_submit is not None:

@@ -1,7 +1,9 @@
 """What happens to a pool and its clients, aimed at requests under way."""
 
+import contextlib
 import signal
 
+from chaos_node import NodeDiedError
 from chaos_pool import CALL_FAULTS, PoolCluster
 from chaos_store import STORE_FAULTS
 
@@ -75,7 +77,8 @@ class PoolFaults:
                 cluster.vandal.remove(f":s0-{rank}:.*[{self._rng.choice('0123')}4-7]$")
                 return True
             case "reset" | "reset and preempt":
-                node.put("reset", kind == "reset and preempt")
+                with contextlib.suppress(NodeDiedError):  # noticed by pump
+                    node.put("reset", kind == "reset and preempt")
                 return False  # the node says whether it could
 
     def _away(self, what, hurt, mend, seconds):

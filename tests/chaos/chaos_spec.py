@@ -18,8 +18,8 @@ ENVIRONMENT = {
     "MC_TCP_STATUS_TIMEOUT_SEC": "1",
     # With these three a given-up read writes for at most three seconds.
     "MC_TCP_ADMISSION_TIMEOUT_MS": "1000",
-    # A pool's master that hangs is given up after this.
-    "MC_RPC_TIMEOUT_MS": "3000",
+    # Of those that lend memory; nodes have their own.
+    "MC_RPC_TIMEOUT_MS": "30000",
 }
 
 # Short, so that leases end and blocks come back while a test waits.
@@ -47,6 +47,7 @@ class NodeSpec:
         settings: of the connector.
         pool: settings of a pool beside it, in vLLM's MultiConnector; empty: there is none.
         pool_first: the pool is the first of its children.
+        rpc_timeout_ms: after this a pool's master that hangs is given up.
         late_reads: share of reads that fail at once, and write their destination later.
         store_faults: kinds of faults in the pool's store (chaos_store.py).
         store_rates: by kind of call, the share that goes wrong in one of these ways.
@@ -68,6 +69,7 @@ class NodeSpec:
     settings: dict = field(default_factory=dict)
     pool: dict = field(default_factory=dict)
     pool_first: bool = False
+    rpc_timeout_ms: int = 3000
     late_reads: float = 0.0
     store_faults: tuple[str, ...] = ()
     store_rates: dict[str, float] = field(default_factory=dict)

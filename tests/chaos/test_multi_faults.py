@@ -3,9 +3,12 @@
 Judged as everywhere here: each byte in each step, each token, each block at the end.
 """
 
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
 import pytest
 from chaos_faults import CALL_FAULTS, NodeFaults, storm
-from chaos_pool import MASTER_FLAGS, PATIENT, Lender
+from chaos_pool import MASTER_FLAGS, PATIENT, PATIENT_SERVERS, Lender
 from chaos_spec import POOL_SETTINGS
 from chaos_store import STORE_FAULTS
 from pool_equipment import mooncake_master
@@ -13,11 +16,11 @@ from pool_equipment import mooncake_master
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(170)]
 
 
-@pytest.fixture
-def pool():
-    """Settings of a pool whose memory outlives the engines."""
-    with mooncake_master(**MASTER_FLAGS) as master:
-        lender = Lender(master.address, 64 << 20)
+@contextmanager
+def run_pool(flags):
+    """Settings of a pool whose memory outlives the engines, and is enough for all requests."""
+    with mooncake_master(**flags) as master:
+        lender = Lender(master.address, 256 << 20)
         yield {
             **POOL_SETTINGS,
             "master_server_address": master.address,
@@ -29,15 +32,17 @@ def pool():
 
 
 @pytest.fixture
-def nodes(pool, prefill_spec, decode_spec):
+def nodes(prefill_spec, decode_spec):
     """Describes a prefill node and two decode nodes; the first shares the prefill node's cut."""
 
-    def describe(*, pool_first, pool_settings=None, **changes):
+    def describe(*, pool_first, pool_settings=None, flags=MASTER_FLAGS, **changes):
+        pool = pools.enter_context(run_pool(flags))
         both = {"pool": {**pool, **(pool_settings or {})}, "pool_first": pool_first, **changes}
         prefill = prefill_spec(**both)
         return prefill, [decode_spec("d1", ranks=2, kvpp=True, **both), decode_spec("d2", **both)]
 
-    return describe
+    with ExitStack() as pools:
+        yield describe
 
 
 ORDERS = pytest.mark.parametrize("pool_first", [False, True], ids=["pool second", "pool first"])
@@ -47,7 +52,10 @@ ORDERS = pytest.mark.parametrize("pool_first", [False, True], ids=["pool second"
 def test_without_faults_everything_is_pulled_and_prefixes_come_from_the_pool(
     run_cluster, nodes, pool_first
 ):
-    with run_cluster(*nodes(pool_first=pool_first, pool_settings=PATIENT)) as cluster:
+    prefill, decodes = nodes(pool_first=pool_first, pool_settings=PATIENT, **PATIENT_SERVERS)
+    prefill = replace(prefill, settings=prefill.settings | {"lease_s": 60})
+    decodes = [replace(d, settings=d.settings | {"control_timeout_s": 30}) for d in decodes]
+    with run_cluster(prefill, decodes) as cluster:
         prompts = [cluster.make_prompt() for _ in range(8)]
         for prompt in (*prompts, *prompts):
             cluster.submit(prompt=prompt)

@@ -1,7 +1,7 @@
 """The pool's suite turns red when the connector is broken: each leaves one protection out."""
 
 import pytest
-from chaos_pool import PATIENT
+from chaos_pool import PATIENT, PATIENT_SERVERS
 from chaos_store import CALLS, SLOW_CALLS
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(170)]
@@ -12,7 +12,10 @@ def run_broken(run_pool):
     """Runs a pool that must show wrong bytes; answers them."""
 
     def run(act, **how):
-        with pytest.raises(AssertionError) as failure, run_pool(**how) as cluster:
+        with (
+            pytest.raises(AssertionError) as failure,
+            run_pool(**PATIENT_SERVERS, **how) as cluster,
+        ):
             act(cluster)
         assert cluster.wrong, failure.value
         return cluster.wrong
@@ -33,7 +36,8 @@ def test_damage_is_noticed_when_seals_are_not_checked(run_broken, fault):
 
 
 def test_a_hit_with_one_shard_missing_is_noticed(run_pool):
-    with run_pool(settings=PATIENT, only_b={"sabotage": "one_shard_will_do"}) as cluster:
+    careless = {"sabotage": "one_shard_will_do"}
+    with run_pool(settings=PATIENT, only_b=careless, **PATIENT_SERVERS) as cluster:
         loaded = cluster.load_with_a_shard_missing(block=5)
     # The bytes are right all the same: the load notices as well.
     assert cluster.seen["object missing"]

@@ -6,7 +6,7 @@ rank, and its tokens with the model's; every free block of every engine must be 
 
 import pytest
 from chaos_model import BLOCK_TOKENS
-from chaos_pool import CALL_FAULTS, MODES, PATIENT, whole_blocks
+from chaos_pool import CALL_FAULTS, MODES, PATIENT, PATIENT_SERVERS, whole_blocks
 from chaos_pool_faults import PoolFaults, storm, storm_settings
 from chaos_store import BAD_GETS, BAD_LOOKUPS, BAD_OBJECTS, BAD_PUTS, CALLS, SLOW_CALLS
 
@@ -35,7 +35,7 @@ def failures(sums):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_without_faults_one_engine_loads_all_that_the_other_one_stored(run_pool, mode):
-    with run_pool(settings=MODES[mode] | PATIENT) as cluster:
+    with run_pool(settings=MODES[mode] | PATIENT, **PATIENT_SERVERS) as cluster:
         prompts = [cluster.random_tokens(length) for length in (40, 64, 65, 150, 399)]
         cluster.one_by_one("a", prompts)
         cluster.one_by_one("b", prompts)
@@ -51,7 +51,7 @@ def test_without_faults_one_engine_loads_all_that_the_other_one_stored(run_pool,
 
 
 def test_a_block_that_lacks_one_shard_is_no_hit(run_pool):
-    with run_pool(settings=PATIENT) as cluster:
+    with run_pool(settings=PATIENT, **PATIENT_SERVERS) as cluster:
         loaded = cluster.load_with_a_shard_missing(block=5)
     assert loaded["pool_hit_tokens"] == 5 * BLOCK_TOKENS
     assert not failures(loaded)
@@ -77,7 +77,7 @@ def test_calls_that_fail_or_come_late_on_one_rank(run_pool, mode):
 
 def test_requests_that_can_never_be_loaded_are_computed(run_pool):
     hopeless = {"store_faults": ("get: error",), "store_rates": {"get": 1.0}}
-    with run_pool(settings=PATIENT, only_b=hopeless) as cluster:
+    with run_pool(settings=PATIENT, only_b=hopeless, **PATIENT_SERVERS) as cluster:
         prompts = [cluster.random_tokens(150) for _ in range(5)]
         cluster.one_by_one("a", prompts)
         cluster.one_by_one("b", prompts)
@@ -142,6 +142,7 @@ def test_a_pool_that_is_too_small(run_pool):
     tiny = {"settings": {"global_segment_size": 0}, "segment_bytes": 16 << 20}
     with run_pool(**tiny, flags={"default_kv_lease_ttl": 200}) as cluster:
         cluster.send(60, pause_s=0.08)
+        cluster.settle(60)
         sums = cluster.sums("a") + cluster.sums("b")
     assert cluster.outcomes() == {"finished": 60}
     assert sums["pool_failures/full"] or cluster.seen["object missing"]

@@ -1,5 +1,6 @@
 """A prefill node of real processes and decode ranks of this process, over real Mooncake."""
 
+import gc
 import itertools
 import time
 
@@ -91,6 +92,10 @@ class DecodeGroup:
         for exchange, puller in zip(self.exchanges, self.pullers, strict=True):
             exchange.close()
             puller.close()
+        # The end of an engine stops all threads for most of a second. Left to a later collection
+        # the engines of several groups would end at once, in the middle of some other test.
+        self.pullers.clear()
+        gc.collect()
 
     def submit(self, params, first_token=0, ranks=None):
         """Begin a pull of the prompt on every rank, or on some; answer its request id."""

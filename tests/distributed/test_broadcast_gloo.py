@@ -88,4 +88,4 @@ def test_a_peer_that_dies_or_stops_is_an_error_on_every_rank_within_the_time_lim
         assert f"KVPP rank {rank}" in message
         assert "layer model.layers." in message
         assert "of the KVPP group" in message
-    assert time.monotonic() - began < 5 + 15  # the limit, and a busy machine
+    assert time.monotonic() - began < 60  # the limit, and a busy machine

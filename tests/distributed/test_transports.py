@@ -87,10 +87,11 @@ def run_all_owners_and_sizes(pipe, wanted, rank, port):
 
 
 @every_transport
+@pytest.mark.timeout(300)
 def test_every_byte_arrives_from_every_owner_in_every_size(spawn, free_port, transport):
     """Groups of 8, 4, 3 and 2 ranks, several of them side by side."""
     ranks = [spawn(run_all_owners_and_sizes, transport, rank, free_port) for rank in range(8)]
-    assert [rank.get(110) for rank in ranks] == ["right"] * 8
+    assert [rank.get(240) for rank in ranks] == ["right"] * 8
 
 
 def run_gathers(pipe, wanted, rank, port):
@@ -186,7 +187,7 @@ def run_until_error(pipe, wanted, rank, port, size, timeout_s):
     ("transport", "size"),
     [("collective", 4096), ("shared_memory", 4096), ("shared_memory", 3 * RING)],
 )
-@pytest.mark.parametrize(("blow", "timeout_s"), [(signal.SIGKILL, 60), (signal.SIGSTOP, 3)])
+@pytest.mark.parametrize(("blow", "timeout_s"), [(signal.SIGKILL, 60), (signal.SIGSTOP, 8)])
 def test_a_peer_that_dies_or_falls_silent_is_an_error_on_every_rank_in_time(
     spawn, free_port, transport, size, blow, timeout_s
 ):
@@ -198,13 +199,13 @@ def test_a_peer_that_dies_or_falls_silent_is_an_error_on_every_rank_in_time(
         rank.put("go")
     time.sleep(0.3)
     os.kill(ranks[1].process.pid, blow)
-    messages = [ranks[rank].get(20) for rank in (0, 2)]
+    messages = [ranks[rank].get(60) for rank in (0, 2)]
     if transport == "shared_memory":
-        state = "is gone" if blow == signal.SIGKILL else "has been silent for 3 s"
+        state = "is gone" if blow == signal.SIGKILL else f"has been silent for {timeout_s} s"
         assert messages == [f"rank 1 of the KVPP group {state}"] * 2
     for rank in (0, 2):
         ranks[rank].put("and now")
-        assert ranks[rank].get(20) == "still dead"
+        assert ranks[rank].get(60) == "still dead"
 
 
 def run_and_look_for_files(pipe, rank, port):
@@ -235,7 +236,7 @@ def run_and_die_while_meeting(pipe, rank, port):
 
 def test_a_rank_that_dies_while_they_meet_is_an_error_in_time(spawn, free_port):
     ranks = [spawn(run_and_die_while_meeting, rank, free_port) for rank in range(3)]
-    assert all(ranks[rank].get(60) < 20 for rank in (0, 2))
+    assert all(ranks[rank].get(110) < 60 for rank in (0, 2))
 
 
 def unshare_network():
@@ -270,7 +271,7 @@ def run_apart(pipe, wanted, rank, port, obstacle):
 @pytest.mark.parametrize("obstacle", ["machine", "network", "processor"])
 def test_ranks_that_cannot_share_memory_all_take_the_collective(spawn, free_port, obstacle):
     ranks = [spawn(run_apart, "auto", rank, free_port, obstacle) for rank in range(3)]
-    assert [rank.get() for rank in ranks] == ["TorchBroadcast"] * 3
+    assert [rank.get(110) for rank in ranks] == ["TorchBroadcast"] * 3
 
 
 def test_ranks_apart_are_an_error_where_shared_memory_is_wanted(spawn, free_port):

@@ -3,6 +3,7 @@ import random
 import tempfile
 
 import pytest
+from clocks import AwakeClock
 from hypothesis import HealthCheck, settings
 from processes import Child
 
@@ -56,6 +57,14 @@ def pytest_report_header(config):
 def free_port():
     """A loopback port that nobody uses at this moment."""
     return free_ports(1)[0]
+
+
+@pytest.fixture
+def awake():
+    """A clock on which a pause of the machine takes no time, to measure upper bounds with."""
+    clock = AwakeClock()
+    yield clock
+    clock.close()
 
 
 @pytest.fixture

@@ -139,8 +139,9 @@ class FakeStore:
         self._closed = True
 
     def _enter(self, method, keys, buffers=()):
-        self.calls[method] += 1
-        self.keys[method] += len(keys)
+        with self.pool.lock:
+            self.calls[method] += 1
+            self.keys[method] += len(keys)
         if method in self.hold:
             self.waiting.set()
             assert self._released.wait(60), f"nobody released {method}"

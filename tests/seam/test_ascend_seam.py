@@ -24,6 +24,8 @@ from kvpp_connect.seam import api, ascend
 from kvpp_connect.seam.ascend_caches import PlacedCaches, tensor_bytes, with_indexers
 from kvpp_connect.seam.ascend_hooks import AscendLayerHooks
 
+pytestmark = pytest.mark.timeout(300)  # a fresh process imports vLLM
+
 MAIN, INDEXER = "model.layers.{}.self_attn.attn", "model.layers.{}.self_attn.indexer.k_cache"
 
 
@@ -46,7 +48,7 @@ def test_where_vllm_ascend_is_installed_the_plugin_takes_no_connector_name(tmp_p
         [sys.executable, "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -8,13 +8,15 @@ import pytest
 
 pytest.importorskip("vllm")
 
+pytestmark = pytest.mark.timeout(300)  # a fresh process imports vLLM
+
 
 def run(code):
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -294,8 +294,9 @@ class ControlClient:
 
     def _drop(self) -> None:
         if self._socket is not None:
-            self._socket.disable_monitor()
-            self._monitor.close()
+            if self._monitor is not None:
+                self._socket.disable_monitor()
+                self._monitor.close()
             self._socket.close()
         self._socket = self._monitor = None
 

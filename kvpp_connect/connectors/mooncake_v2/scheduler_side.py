@@ -147,13 +147,14 @@ class SchedulerSide:
     def take_counts(self) -> dict[str, int]:
         """Counters since the last call, and gauges that changed, by metric name."""
         counts: dict[str, int] = {}
+        # Before the counters, so that whoever sees that a lease is gone sees why, too.
+        live = self._producer.live_leases() if self._producer is not None else 0
         for leases in (self._producer, self._releaser):
             for name, value in leases.take_counts().items() if leases else ():
                 counts[f"leases_{name}"] = value
         if self._producer is not None:
             for cause, value in self._producer.take_bad_messages().items():
                 counts[f"bad_control_messages/{cause.value}"] = value
-            live = self._producer.live_leases()
             if live != self._live_told:
                 counts["leases_live"] = self._live_told = live
         return counts

@@ -76,7 +76,9 @@ class Engine:
         for rank in range(ranks):
             self._allocate(names + draft_names, placements[rank])
         config = PoolConfig(
-            store=MooncakeSettings(master_server_address="a:1"), staging_bytes=1 << 20, **settings
+            store=MooncakeSettings(master_server_address="a:1"),
+            staging_bytes=1 << 20,
+            **{"load_timeout_s": 600.0, **settings},
         )
         self.stores = [FakeStore(pool) for _ in range(ranks)]
         self.sides = [

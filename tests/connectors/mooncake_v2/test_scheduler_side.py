@@ -1,6 +1,7 @@
 """The scheduler sides of a prefill and a decode node over a real control channel; no workers."""
 
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,7 @@ from builders import address, rank_manifest
 from kvpp_connect.connectors.mooncake_v2 import wire
 from kvpp_connect.connectors.mooncake_v2.config import MooncakeV2Config
 from kvpp_connect.connectors.mooncake_v2.control import ControlClient, UnreachableError
+from kvpp_connect.connectors.mooncake_v2.leases import LeaseBook
 from kvpp_connect.connectors.mooncake_v2.metadata import parse_remote_prefill
 from kvpp_connect.connectors.mooncake_v2.scheduler_side import SchedulerSide
 from kvpp_connect.connectors.mooncake_v2.secret import load_keys
@@ -41,7 +43,10 @@ def request(request_id, params, status=RequestStatus.FINISHED_LENGTH_CAPPED):
 
 
 @pytest.fixture
-def make_side():
+def make_side(awake, monkeypatch):
+    """Makes sides; leases are as long as the process is awake, since renewals sleep with it."""
+    book = partial(LeaseBook, clock=awake)
+    monkeypatch.setattr("kvpp_connect.connectors.mooncake_v2.producer.LeaseBook", book)
     sides = []
 
     def make(role, host="127.0.0.1", **settings):
@@ -85,7 +90,7 @@ def state_of(params, keys=None):
         return client.ask(wire.Confirm(remote.lease)).state
 
 
-def wait_for(condition, timeout_s=5):
+def wait_for(condition, timeout_s=60):
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < deadline, "did not become true"
@@ -93,11 +98,13 @@ def wait_for(condition, timeout_s=5):
     return value
 
 
-def test_a_request_that_waits_on_d_for_long_keeps_its_blocks_and_gives_them_back_when_aborted(p, d):
+def test_a_request_that_waits_on_d_for_long_keeps_its_blocks_and_gives_them_back_when_aborted(
+    p, d, awake
+):
     params = hand_over(p)
     waiting = request("on d", params, RequestStatus.WAITING)
     d.arrived(waiting)
-    time.sleep(3 * LEASE_S)
+    awake.sleep(3 * LEASE_S)
     assert state_of(params) is wire.LeaseState.HELD
     assert p.take_orders().ended_leases == frozenset()
     waiting.status = RequestStatus.FINISHED_ABORTED
@@ -106,7 +113,9 @@ def test_a_request_that_waits_on_d_for_long_keeps_its_blocks_and_gives_them_back
     assert d.take_orders().cancelled == frozenset()
 
 
-def test_an_abort_in_mid_pull_is_ordered_once_and_the_blocks_come_back_when_workers_are_done(p, d):
+def test_an_abort_in_mid_pull_is_ordered_once_and_the_blocks_come_back_when_workers_are_done(
+    p, d, awake
+):
     params = hand_over(p)
     running = request("on d", params, RequestStatus.WAITING)
     d.arrived(running)
@@ -118,25 +127,25 @@ def test_an_abort_in_mid_pull_is_ordered_once_and_the_blocks_come_back_when_work
     d.request_finished(running, [])
     assert d.take_orders().cancelled == {"on d"}
     assert d.take_orders().cancelled == frozenset()
-    time.sleep(2 * LEASE_S)  # workers may be slow to stop: the lease holds meanwhile
+    awake.sleep(2 * LEASE_S)  # workers may be slow to stop: the lease holds meanwhile
     assert state_of(params) is wire.LeaseState.HELD
     d.received(["on d"], {})
     assert wait_for(lambda: p.take_orders().ended_leases) == {"on p"}
 
 
-def test_a_reader_that_never_comes_costs_one_lease(p):
+def test_a_reader_that_never_comes_costs_one_lease(p, awake):
     hand_over(p)
-    began = time.monotonic()
+    began = awake()
     assert wait_for(lambda: p.take_orders().ended_leases) == {"on p"}
-    assert time.monotonic() - began < 3 * LEASE_S
+    assert awake() - began < 3 * LEASE_S
 
 
-def test_the_longest_lease_bounds_a_reader_that_hangs(make_side, d):
+def test_the_longest_lease_bounds_a_reader_that_hangs(make_side, d, awake):
     p = make_side("p", lease_s=LEASE_S, max_lease_s=2 * LEASE_S)
-    began = time.monotonic()
+    began = awake()
     d.arrived(request("on d", hand_over(p), RequestStatus.WAITING))
     assert wait_for(lambda: p.take_orders().ended_leases) == {"on p"}
-    assert 1.5 * LEASE_S < time.monotonic() - began < 5 * LEASE_S
+    assert 1.5 * LEASE_S < awake() - began < 5 * LEASE_S
     assert wait_for(d.take_counts) == {"leases_lost": 1}
 
 
@@ -160,7 +169,7 @@ def test_bad_messages_are_counted_by_cause(p):
     raw = context.socket(zmq.REQ)
     raw.connect(f"tcp://127.0.0.1:{remote.port}")
     raw.send(b"garbage")
-    assert raw.poll(5000)
+    assert raw.poll(60_000)
     context.destroy(linger=0)
     assert p.take_counts()["bad_control_messages/malformed"] == 1
 

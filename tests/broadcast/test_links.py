@@ -89,14 +89,14 @@ def test_a_peer_that_is_gone_is_named_after_all_that_it_counted(links):
             ours.wait(never)
 
 
-def test_a_peer_that_is_gone_is_noticed_long_before_the_limit(connect):
+def test_a_peer_that_is_gone_is_noticed_long_before_the_limit(connect, awake):
     ours, theirs = connect(limit_s=60)
     with ThreadPoolExecutor(1) as pool:
         pool.submit(lambda: (time.sleep(0.1), theirs.close()))
-        started = time.monotonic()
+        started = awake()
         with pytest.raises(PeerError, match="gone"):
             ours.wait(never)
-    assert time.monotonic() - started < 50
+    assert awake() - started < 5
 
 
 def test_ringing_a_peer_that_is_gone_is_no_error(links):
@@ -140,11 +140,12 @@ def test_a_reason_of_any_length_and_script_arrives(links):
         ours.wait(never)
 
 
-def test_a_silent_peer_is_an_error_after_the_limit_and_no_sooner(links):
-    started = time.monotonic()
+def test_a_silent_peer_is_an_error_after_the_limit_and_no_sooner(links, awake):
+    started, started_awake = time.monotonic(), awake()
     with pytest.raises(PeerError, match=r"^rank 3 of the KVPP group has been silent for 0\.2 s$"):
         links[0].wait(never)
     assert time.monotonic() - started > 0.19
+    assert awake() - started_awake < 2
 
 
 def test_a_silent_peer_may_still_say_why_in_the_time_of_grace(links):

@@ -1,7 +1,10 @@
+import urllib.error
+
 import pytest
 
 from kvpp_connect.demo.client import CompletionClient, sum_samples
 from kvpp_connect.demo.fleet import Fleet
+from kvpp_connect.demo.local_http import get_text
 from kvpp_connect.demo.ports import free_ports
 from kvpp_connect.errors import PeerError
 
@@ -24,6 +27,15 @@ def test_counters_are_summed_over_all_label_sets():
 def test_an_absent_counter_is_not_zero():
     assert sum_samples(METRICS, "vllm:kvpp_pull_bytes") is None
     assert sum_samples("", "plain_total") is None
+
+
+def test_a_time_out_while_connecting_is_one_too(monkeypatch):
+    def refuse(*_, **__):
+        raise urllib.error.URLError(TimeoutError("timed out"))
+
+    monkeypatch.setattr("kvpp_connect.demo.local_http._OPENER.open", refuse)
+    with pytest.raises(PeerError, match="did not answer within 3 s"):
+        get_text("http://127.0.0.1:1/", timeout_s=3)
 
 
 def test_a_server_that_is_not_there_is_a_peer_error():
